@@ -1,0 +1,1 @@
+"""From a block specification and a configuration to CUDA source and to an importable module."""

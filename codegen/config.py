@@ -1,0 +1,55 @@
+"""Configurations: one point of a kernel family's space, frozen, validated, and readable from text.
+
+To add a tunable, add a field to the family's Config (codegen/sequence.py): its values, its help line and its default
+stand there, legality in the family's `reasons`, and the template reads it by the same name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from codegen.spec import SpecError
+
+Value = int | str | bool
+
+
+def tunable(default: Value, values: tuple[Value, ...], help: str) -> Any:
+    """A dataclass field with the values a search may choose from and one line of help."""
+    return dataclasses.field(default=default, metadata={"values": values, "help": help})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base of each family's configuration."""
+
+    family: ClassVar[str]
+
+    @classmethod
+    def tunables(cls) -> dict[str, tuple[Value, ...]]:
+        """Name -> values, in the order of declaration."""
+        return {f.name: f.metadata["values"] for f in dataclasses.fields(cls)}
+
+    def __post_init__(self) -> None:
+        for name, values in self.tunables().items():
+            value = getattr(self, name)
+            if not any(value == v and type(value) is type(v) for v in values):
+                raise SpecError(f"{name} must be one of {', '.join(map(str, values))}, not {value!r}")
+
+    def to_dict(self) -> dict[str, Value]:
+        return {"family": self.family, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The configuration that `data` (from a record, a storage or a command line) states; SpecError when it has
+        unknown or missing names or values outside the space."""
+        names = set(cls.tunables())
+        given = set(data) - {"family"}
+        if given != names:
+            odd = ", ".join(sorted(given ^ names))
+            raise SpecError(f"not a {cls.family} configuration: unknown or missing {odd}")
+        if data.get("family", cls.family) != cls.family:
+            raise SpecError(f"not a {cls.family} configuration: family {data['family']!r}")
+        return cls(**{name: data[name] for name in names})

@@ -1,0 +1,259 @@
+"""The `sequence` family: one block computes whole sequences, and nothing between x and y leaves the chip.
+
+Its stages are load + LayerNorm, QKV product, attention, output product + residual; templates/stages/ has one file for
+each. A warp works on tiles of 16 rows by 8 columns in the accumulator layout of mma.m16n8k8 (PTX ISA, "Matrix fragments
+for mma.m16n8k8"): lane 4g+t holds rows g and g+8, columns 2t and 2t+1. Operands lie in shared memory as fragments: a tile is
+32 quadruples of floats, one a lane, so that an operand is one 16-byte load without bank conflicts. The order of the
+summed index is free as long as both operands agree, which is why accumulators can be stored as the next product's
+operand as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+from codegen.config import Config, tunable
+from codegen.layout import Access, Layout, stack
+from codegen.spec import AxisProblem
+from codegen.target import Target
+
+MATHS = ("ffma", "tf32x3", "tf32")
+RESERVED_SHARED = 1024  # bytes that the system takes for each resident block (CUDA C++ Programming Guide, compute capability 8.x on)
+
+
+@dataclass(frozen=True)
+class SequenceConfig(Config):
+    """One point of the `sequence` family's space."""
+
+    family: ClassVar[str] = "sequence"
+
+    math: str = tunable("tf32x3", MATHS, "arithmetic of the products")
+    sequences: int = tunable(1, (1, 2, 4, 8), "sequences a block computes")
+    warps: int = tunable(8, (1, 2, 4, 8, 12, 16), "warps of a block")
+    qkv_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the QKV product")
+    qkv_columns: int = tunable(3, (1, 2, 3, 4, 6), "8-column tiles a warp computes at once in the QKV product")
+    out_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the output product")
+    out_columns: int = tunable(1, (1, 2, 3, 4), "8-column tiles a warp computes at once in the output product")
+    key_tile: int = tunable(32, (16, 32, 48, 64), "keys of one step of the streaming softmax")
+    fragment: int = tunable(4, (2, 4), "neighbouring weights a lane loads at once in the QKV product")
+    weights: str = tunable("hold", ("stream", "hold"), "weights read at each use, or held in registers for all rows")
+    prefetch: str = tunable("qkv", ("none", "qkv", "both"), "held weights that are loaded before the stage they belong to")
+    padding: bool = tunable(True, (True, False), "pad shared memory against bank conflicts")
+    residual: str = tunable("reload", ("reload", "shared"), "read x again for the residual, or keep it in shared memory")
+    norm_lanes: int = tunable(16, (8, 16, 32), "lanes that normalise two tokens")
+    dependent_launch: bool = tunable(True, (True, False), "start while the axis before it still runs (sm_90 and later)")
+    min_blocks: int = tunable(1, (1, 2, 3, 4), "blocks a multiprocessor must be able to hold, which caps registers")
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _vector(*sizes: int) -> int:
+    """The widest vector of floats (4, 2 or 1) that divides all sizes."""
+    return math.gcd(4, *sizes)
+
+
+_VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
+_VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
+_STORE = Access("accumulator store", 2, lambda lane: (lane // 4, 2 * (lane % 4)))
+
+
+def _norm_store(fragment: int, lanes: int, vector: int) -> Access:
+    """LayerNorm's store of its first channels into fragments: see normed_fragment in templates/stages/load_norm.cuh."""
+
+    def cell(lane: int) -> tuple[int, int]:
+        g, channel = lane // lanes, lane % lanes * vector
+        step = channel // (4 * fragment) * (fragment // 2) + channel % fragment // 2
+        return step, (4 * g + channel % (4 * fragment) // fragment) * 4 + channel % 2 * 2
+
+    return Access("LayerNorm store", 2 if vector == 1 else 4, cell)
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """What a configuration means for a problem: padded sizes, tiles, shared memory, threads, registers."""
+
+    problem: AxisProblem
+    config: SequenceConfig
+
+    # Sizes, in elements; the padded ones are filled with zeros or masked.
+    @property
+    def dim(self) -> int:
+        return self.problem.block.dim
+
+    @property
+    def head_dim(self) -> int:
+        return self.problem.block.head_dim
+
+    @property
+    def padded_dim(self) -> int:
+        return _ceil(self.dim, 4 * self.config.fragment) * 4 * self.config.fragment
+
+    @property
+    def padded_head_dim(self) -> int:
+        return _ceil(self.head_dim, 8) * 8
+
+    @property
+    def inner(self) -> int:
+        """Columns of q, k, v and of the attention's result, with each head padded."""
+        return self.problem.block.heads * self.padded_head_dim
+
+    @property
+    def padded_length(self) -> int:
+        return _ceil(self.problem.length, 16) * 16
+
+    @property
+    def rows(self) -> int:
+        return self.config.sequences * self.padded_length
+
+    @property
+    def row_tiles(self) -> int:
+        return self.rows // 16
+
+    @property
+    def qkv_tiles(self) -> int:
+        return 3 * self.inner // 8
+
+    @property
+    def out_tiles(self) -> int:
+        return _ceil(self.dim, 8)
+
+    @property
+    def exponent_scale(self) -> float:
+        """log2(e) / sqrt(head_dim): softmax is computed in powers of two."""
+        return math.log2(math.e) / math.sqrt(self.head_dim)
+
+    @property
+    def norm_vector(self) -> int:
+        return _vector(self.dim)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.config.warps
+
+    @property
+    def tensor_cores(self) -> bool:
+        return self.config.math != "ffma"
+
+    @property
+    def blocks(self) -> int:
+        return _ceil(self.problem.sequences, self.config.sequences)
+
+    def warps_across(self, column_groups: int) -> int:
+        """Warps side by side over the column groups of a product; the others take further rows."""
+        return max(n for n in range(1, self.config.warps + 1) if self.config.warps % n == 0 and n <= column_groups)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """`normed` is LayerNorm's result; `query` also receives the attention's result; `kept` is x, if kept. The rows of
+        normed, query and key are fragments of 16 rows by 8 columns; those of value and kept are tokens."""
+        c = self.config
+        return _layout(
+            self.tensor_cores, self.rows, self.padded_dim, self.inner, self.dim,
+            c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding,
+        )  # fmt: skip
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.layout.bytes
+
+    @cached_property
+    def registers(self) -> int:
+        """An estimate of registers a thread, from below: accumulators and operands of the largest stage plus addressing."""
+        c = self.config
+
+        def product(rows: int, tiles: int, fragment: int, depth: int) -> int:
+            operand_b = tiles * depth // 4 if c.weights == "hold" else tiles * fragment * (1 if self.tensor_cores else 2)
+            return 4 * rows * tiles + 8 * rows + operand_b
+
+        held_qkv = c.qkv_columns * self.padded_dim // 4 if c.prefetch != "none" else 0
+        held_out = c.out_columns * self.inner // 4 if c.prefetch == "both" else 0
+        norm = 4 * _ceil(self.padded_dim, c.norm_lanes * self.norm_vector) * self.norm_vector + held_qkv
+        qkv = product(c.qkv_rows, c.qkv_columns, c.fragment, self.padded_dim)
+        scores = 4 * (c.key_tile // 8) + 4 * (self.padded_head_dim // 8) + 16 + held_out
+        out = product(c.out_rows, c.out_columns, 2, self.inner) + 4 * c.out_rows * c.out_columns
+        return 24 + max(norm, qkv, scores, out)
+
+    def reasons(self, target: Target) -> list[str]:
+        """Why the configuration is not legal for the problem on the target; empty when it is."""
+        c, blocks = self.config, self.config.min_blocks
+        registers = min(target.registers_per_thread, target.registers_per_sm // (self.threads * blocks))
+        rules = (
+            (self.tensor_cores or c.weights == "stream", "ffma cannot hold weights in registers"),
+            (self.tensor_cores or c.fragment == 2, "ffma needs fragment 2"),
+            (c.fragment == 2 or self.dim > 8, "fragment 4 would only add zeros"),
+            (c.weights == "hold" or c.prefetch == "none", "only held weights can be prefetched"),
+            (c.weights == "stream" or max(self.padded_dim, self.inner) <= 512, "sums of more than 512 are too long to hold weights"),
+            (c.sequences == 1 or c.sequences <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
+            (self.row_tiles % c.qkv_rows == 0, f"qkv_rows {c.qkv_rows} does not divide {self.row_tiles} row tiles"),
+            (self.row_tiles % c.out_rows == 0, f"out_rows {c.out_rows} does not divide {self.row_tiles} row tiles"),
+            (self.qkv_tiles % c.qkv_columns == 0, f"qkv_columns {c.qkv_columns} does not divide {self.qkv_tiles} column tiles"),
+            (self.out_tiles % c.out_columns == 0, f"out_columns {c.out_columns} does not divide {self.out_tiles} column tiles"),
+            (self.padded_length % c.key_tile == 0, f"key_tile {c.key_tile} does not divide the padded length {self.padded_length}"),
+            (target.dependent_launch or not c.dependent_launch, f"{target.arch} has no dependent launch"),
+            (
+                blocks * self.threads <= target.threads_per_sm,
+                f"{blocks} x {self.threads} threads exceed {target.threads_per_sm} a multiprocessor",
+            ),
+            (self.shared_bytes <= target.shared_per_block, f"{self.shared_bytes} bytes of shared memory exceed {target.shared_per_block}"),
+            (
+                blocks * (self.shared_bytes + RESERVED_SHARED) <= target.shared_per_sm,
+                f"{blocks} x {self.shared_bytes} bytes of shared memory exceed {target.shared_per_sm} a multiprocessor",
+            ),
+            (self.registers <= registers, f"about {self.registers} registers a thread exceed the {registers} there are"),
+        )
+        return [reason for holds, reason in rules if not holds]
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    tensor_cores: bool, rows: int, padded_dim: int, inner: int, dim: int,
+    fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool,
+) -> Layout:  # fmt: skip
+    parts: list[tuple[str, int, int, tuple[Access, ...]]] = [
+        ("normed", rows // 16 * (padded_dim // 8), 128, (_norm_store(fragment, norm_lanes, norm_vector),)),
+        ("query", rows // 16 * (inner // 8), 128, ()),
+        ("key", rows // 16 * (inner // 8), 128, ()),
+        ("value", rows, inner, (_VALUES if tensor_cores else _VALUES_FFMA, _STORE)),
+    ]
+    if keep:
+        parts.append(("kept", rows, dim, (_STORE,)))
+    return stack(parts, padded)
+
+
+def default(problem: AxisProblem, target: Target, math: str = "tf32x3") -> SequenceConfig | None:
+    """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
+    for candidate in _careful(problem, target, math):
+        if not SequencePlan(problem, candidate).reasons(target):
+            return candidate
+    return None
+
+
+def _careful(problem: AxisProblem, target: Target, math: str) -> Iterator[SequenceConfig]:
+    """Candidates from fast to frugal."""
+    tensor_cores = math != "ffma"
+    fragments = (4, 2) if tensor_cores else (2,)
+    weights = (("hold", "qkv"), ("hold", "none"), ("stream", "none")) if tensor_cores else (("stream", "none"),)
+    for (held, prefetch), columns, warps, rows, key_tile, fragment, padding in itertools.product(
+        weights, (3, 2, 1), (8, 4, 2), (2, 1), (32, 16), fragments, (True, False)
+    ):
+        yield SequenceConfig(
+            math=math,
+            warps=warps,
+            qkv_rows=rows,
+            qkv_columns=columns,
+            out_rows=rows,
+            out_columns=1,
+            key_tile=key_tile,
+            fragment=fragment,
+            weights=held,
+            prefetch=prefetch,
+            padding=padding,
+            dependent_launch=target.dependent_launch,
+        )

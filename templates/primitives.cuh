@@ -1,0 +1,96 @@
+// Device primitives. A lane is 4g+t: g counts rows (or columns of operand B), t the quarter of a row it serves.
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+template <int N>
+struct Vector;  // N neighbouring floats, moved by one instruction
+template <>
+struct Vector<1> {
+  using Type = float;
+};
+template <>
+struct Vector<2> {
+  using Type = float2;
+};
+template <>
+struct Vector<4> {
+  using Type = float4;
+};
+
+template <int N>
+__device__ __forceinline__ void load(float (&to)[N], const float* from) {
+  using V = typename Vector<N>::Type;
+  *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
+}
+
+// Weights do not change while a kernel runs, so their loads may go through the read-only cache.
+template <int N>
+__device__ __forceinline__ void load_constant(float (&to)[N], const float* __restrict__ from) {
+  using V = typename Vector<N>::Type;
+  *reinterpret_cast<V*>(to) = __ldg(reinterpret_cast<const V*>(from));
+}
+
+template <int N>
+__device__ __forceinline__ void store(float* to, const float (&from)[N]) {
+  using V = typename Vector<N>::Type;
+  *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
+}
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Sum and maximum over aligned groups of LANES lanes; every lane of the group gets the result.
+template <int LANES>
+__device__ __forceinline__ float group_sum(float value) {
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2) value += __shfl_xor_sync(ALL_LANES, value, step);
+  return value;
+}
+
+template <int LANES>
+__device__ __forceinline__ float group_max(float value) {
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
+  return value;
+}
+
+#ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+// c += a b for a 16x8 tile and a sum over 8 (PTX ISA, mma.m16n8k8 with .tf32): a = (g, t), (g+8, t), (g, t+4),
+// (g+8, t+4); b0 = (t, g), b1 = (t+4, g); c = (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). The unit ignores the
+// 13 low bits of each operand.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+__device__ __forceinline__ float round_to_tf32(float value) {
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ float exp2_approx(float value) {  // 2 units in the last place; results under 2^-126 become 0
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+// Programmatic dependent launch (PTX ISA, griddepcontrol): wait until the kernel before this one in the stream has ended
+// and its writes are visible; let the kernel after this one start its prologue.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#endif

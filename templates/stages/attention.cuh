@@ -1,0 +1,65 @@
+// Stage 3: softmax(q k^T / sqrt(HEAD_DIM)) v, a warp for 16 queries of one head, streaming over tiles of keys with a running
+// maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result replaces the queries,
+// in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
+// (or, in Ffma, by lanes of the same row).
+template <typename C>
+__device__ __forceinline__ void attention(float* shared) {
+  using Math = typename C::Math;
+  constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
+  constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int unit = warp; unit < UNITS; unit += C::WARPS) {
+    const int head = unit % C::HEADS, tile = unit / C::HEADS, first_tile = tile / TILES * TILES;
+    float* query = shared + C::QUERY + (tile * STEPS + head * COLUMNS) * 128;
+    const float* key = shared + C::KEY + (first_tile * STEPS + head * COLUMNS) * 128;
+    const float* value = shared + C::VALUE + first_tile * 16 * C::VALUE_STRIDE + head * C::PADDED_HEAD_DIM;
+    float out[1][COLUMNS][4] = {};
+    float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll (KEY_STEPS <= 4 ? KEY_STEPS : 1)
+    for (int step = 0; step < KEY_STEPS; ++step) {
+      float p[1][KEYS][4] = {};
+      Math::template scores<COLUMNS, STEPS>(p, query, key + step * (C::KEY_TILE / 16) * STEPS * 128, lane);
+      if constexpr (C::LENGTH < C::PADDED_LENGTH) {
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (step * C::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) p[0][j][i] = minus_infinity();
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float now = highest[half];
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) now = fmaxf(now, fmaxf(p[0][j][2 * half], p[0][j][2 * half + 1]));
+        now = group_max<4>(now);
+        const float bias = now * C::EXPONENT_SCALE;
+        const float correction = exp2_approx(fmaf(highest[half], C::EXPONENT_SCALE, -bias));
+        float tile_sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            p[0][j][i] = exp2_approx(fmaf(p[0][j][i], C::EXPONENT_SCALE, -bias));
+            tile_sum += p[0][j][i];
+          }
+        if (step > 0) {
+          sum[half] *= correction;
+#pragma unroll
+          for (int j = 0; j < COLUMNS; ++j) out[0][j][2 * half] *= correction, out[0][j][2 * half + 1] *= correction;
+        }
+        sum[half] += tile_sum;
+        highest[half] = now;
+      }
+      Math::template weighted_sum<KEYS, COLUMNS>(out, p, value + step * C::KEY_TILE * C::VALUE_STRIDE, C::VALUE_STRIDE, lane);
+    }
+    __syncwarp();  // the queries have been read
+    const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+      const float(&c)[4] = out[0][j];
+      const float quad[4] = {c[0] * upper, c[2] * lower, c[1] * upper, c[3] * lower};
+      store(query + j * 128 + 4 * lane, quad);
+    }
+  }
+}

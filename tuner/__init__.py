@@ -1,0 +1,1 @@
+"""Searching: which configurations are legal, how a candidate is compiled, verified, measured and recorded."""
