@@ -22,7 +22,8 @@ from codegen.layout import Access, Layout, stack
 from codegen.spec import AxisProblem
 from codegen.target import Target
 
-MATHS = ("ffma", "tf32x3", "tf32")
+MATHS = ("ffma", "tf32x3", "fp16x3", "tf32")
+HALF_MATHS = ("fp16x3",)
 RESERVED_SHARED = 1024  # bytes that the system takes for each resident block (CUDA C++ Programming Guide, compute capability 8.x on)
 
 
@@ -54,25 +55,23 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _vector(*sizes: int) -> int:
-    """The widest vector of floats (4, 2 or 1) that divides all sizes."""
-    return math.gcd(4, *sizes)
-
-
 _VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
 _VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
 _STORE = Access("accumulator store", 2, lambda lane: (lane // 4, 2 * (lane % 4)))
 
 
-def _norm_store(fragment: int, lanes: int, vector: int) -> Access:
-    """LayerNorm's store of its first channels into fragments: see normed_fragment in templates/stages/load_norm.cuh."""
+def _norm_store(half: bool, fragment: int, lanes: int, vector: int) -> Access:
+    """LayerNorm's store of its first two channels into operand A: store_rows in templates/fragments.cuh and math_half.cuh."""
 
     def cell(lane: int) -> tuple[int, int]:
         g, channel = lane // lanes, lane % lanes * vector
+        if half:
+            t, which = (channel % 16 // 4, channel % 4 // 2) if fragment == 4 else (channel % 8 // 2, channel % 16 // 8)
+            return 2 * (channel // 16), 4 * (4 * g + t) + 2 * which
         step = channel // (4 * fragment) * (fragment // 2) + channel % fragment // 2
-        return step, (4 * g + channel % (4 * fragment) // fragment) * 4 + channel % 2 * 2
+        return step, 4 * (4 * g + channel % (4 * fragment) // fragment)
 
-    return Access("LayerNorm store", 2 if vector == 1 else 4, cell)
+    return Access("LayerNorm store", 2 if half else 4, cell)
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,13 @@ class SequencePlan:
 
     @property
     def padded_dim(self) -> int:
-        return _ceil(self.dim, 4 * self.config.fragment) * 4 * self.config.fragment
+        step = 16 if self.half else 4 * self.config.fragment
+        return _ceil(self.dim, step) * step
 
     @property
     def padded_head_dim(self) -> int:
-        return _ceil(self.head_dim, 8) * 8
+        step = 16 if self.half else 8
+        return _ceil(self.head_dim, step) * step
 
     @property
     def inner(self) -> int:
@@ -131,11 +132,20 @@ class SequencePlan:
 
     @property
     def norm_vector(self) -> int:
-        return _vector(self.dim)
+        return 4 if self.dim % 4 == 0 else 2
 
     @property
     def threads(self) -> int:
         return 32 * self.config.warps
+
+    @property
+    def half(self) -> bool:
+        """Whether operands are 16-bit pairs, which the tensor cores sum 16 at a time."""
+        return self.config.math in HALF_MATHS
+
+    def pages(self, columns: int) -> int:
+        """Pages of 128 words that a row tile of an operand with `columns` columns takes."""
+        return columns // 8
 
     @property
     def tensor_cores(self) -> bool:
@@ -155,7 +165,7 @@ class SequencePlan:
         normed, query and key are fragments of 16 rows by 8 columns; those of value and kept are tokens."""
         c = self.config
         return _layout(
-            self.tensor_cores, self.rows, self.padded_dim, self.inner, self.dim,
+            self.config.math, self.rows, self.padded_dim, self.inner, self.dim,
             c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding,
         )  # fmt: skip
 
@@ -213,14 +223,16 @@ class SequencePlan:
 
 @lru_cache(maxsize=4096)
 def _layout(
-    tensor_cores: bool, rows: int, padded_dim: int, inner: int, dim: int,
+    math: str, rows: int, padded_dim: int, inner: int, dim: int,
     fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool,
 ) -> Layout:  # fmt: skip
+    half = math in HALF_MATHS
+    values = (_VALUES if math != "ffma" else _VALUES_FFMA, _STORE)
     parts: list[tuple[str, int, int, tuple[Access, ...]]] = [
-        ("normed", rows // 16 * (padded_dim // 8), 128, (_norm_store(fragment, norm_lanes, norm_vector),)),
+        ("normed", rows // 16 * (padded_dim // 8), 128, (_norm_store(half, fragment, norm_lanes, norm_vector),)),
         ("query", rows // 16 * (inner // 8), 128, ()),
         ("key", rows // 16 * (inner // 8), 128, ()),
-        ("value", rows, inner, (_VALUES if tensor_cores else _VALUES_FFMA, _STORE)),
+        ("value", rows // 16 * (inner // 8), 128, ()) if half else ("value", rows, inner, values),
     ]
     if keep:
         parts.append(("kept", rows, dim, (_STORE,)))

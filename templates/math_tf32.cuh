@@ -2,18 +2,24 @@
 // operand is split into the part that the unit sees and the rest, and all but the product of the two rests are summed,
 // the small ones first (Markidis et al. 2018; Ootomo and Yokota 2022).
 template <int PARTS>
-struct TensorCore {
-  static constexpr int B_COLUMNS = 1;  // columns of a tile of operand B that a lane supplies
-  static __device__ __forceinline__ int b_column(int lane, int) { return lane / 4; }
-
+struct TensorCore : FloatFragments {
   template <int F>
-  static __device__ __forceinline__ int b_index(int lane) {  // where in a step of the sum its F values start
-    return F * (lane % 4);
+  struct Operand {
+    static constexpr int STEP = 4 * F;  // indices of the sum that a tile takes in one step
+    float values[F];
+  };
+
+  // load_b(tile, column, index, to) reads F neighbouring values of a column of operand B.
+  template <int F, typename LoadB>
+  static __device__ __forceinline__ Operand<F> fetch(int tile, int step, int lane, LoadB load_b) {
+    Operand<F> operand;
+    load_b(tile, lane / 4, step * 4 * F + F * (lane % 4), operand.values);
+    return operand;
   }
 
   static __device__ __forceinline__ float rest(float value) { return value - __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
 
-  // acc += a b for ROWS x COLUMNS tiles and one step of 8 of the sum.
+  // acc += a b for ROWS x COLUMNS tiles and 8 indices of the sum.
   template <int ROWS, int COLUMNS>
   static __device__ __forceinline__ void multiply(float (&acc)[ROWS][COLUMNS][4], const float (&a)[ROWS][4], const float (&b)[COLUMNS][2]) {
     if constexpr (PARTS == 1) {
@@ -51,39 +57,38 @@ struct TensorCore {
       for (int j = 0; j < COLUMNS; ++j) mma_m16n8k8_tf32(acc[i][j], a[i], b[j][0], b[j][1]);
   }
 
-  // acc += a b over K indices. `a` points to the fragments of the first row tile; load_b(j, k, which, to) supplies F
-  // neighbouring values, from index k on, of this lane's column of tile j.
-  template <int K, int F, int TILE, int ROWS, int COLUMNS, typename LoadB>
-  static __device__ __forceinline__ void product(float (&acc)[ROWS][COLUMNS][4], const float* a, int lane, LoadB load_b) {
+  // acc += a b over K indices; `a` points to the first row tile's pages, PAGE floats apart, and operand(j, step) supplies b.
+  template <int K, int F, int PAGE, int ROWS, int COLUMNS, typename GetB>
+  static __device__ __forceinline__ void product(float (&acc)[ROWS][COLUMNS][4], const float* a, int lane, GetB operand) {
     constexpr int STEPS = K / (4 * F), UNROLL = STEPS <= 32 ? STEPS : 8;
 #pragma unroll UNROLL
     for (int step = 0; step < STEPS; ++step) {
-      float b[COLUMNS][F];
+      Operand<F> b[COLUMNS];
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) load_b(j, step * 4 * F, 0, b[j]);
+      for (int j = 0; j < COLUMNS; ++j) b[j] = operand(j, step);
 #pragma unroll
       for (int part = 0; part < F / 2; ++part) {
         float quad[ROWS][4], pair[COLUMNS][2];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) load(quad[i], a + (i * (K / 8) + step * (F / 2) + part) * TILE + 4 * lane);
+        for (int i = 0; i < ROWS; ++i) load(quad[i], a + (i * (K / 8) + step * (F / 2) + part) * PAGE + 4 * lane);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) pair[j][0] = b[j][2 * part], pair[j][1] = b[j][2 * part + 1];
+        for (int j = 0; j < COLUMNS; ++j) pair[j][0] = b[j].values[2 * part], pair[j][1] = b[j].values[2 * part + 1];
         multiply(acc, quad, pair);
       }
     }
   }
 
-  // Scores of 16 queries with KEYS * 8 keys over one head; both matrices in fragments, STEPS of which make a row tile.
+  // Scores of row tile `tile` with the KEYS * 8 keys from row tile `first_key` on, over HEAD_STEPS column tiles from `step` on.
   template <int HEAD_STEPS, int STEPS, int KEYS>
-  static __device__ __forceinline__ void scores(float (&acc)[1][KEYS][4], const float* query, const float* key, int lane) {
+  static __device__ __forceinline__ void scores(float (&acc)[1][KEYS][4], const float* query, const float* key, int tile, int first_key, int step, int lane) {
 #pragma unroll
-    for (int step = 0; step < HEAD_STEPS; ++step) {
+    for (int part = 0; part < HEAD_STEPS; ++part) {
       float quad[1][4], pairs[KEYS][2];
-      load(quad[0], query + step * 128 + 4 * lane);
+      load(quad[0], query + (tile * STEPS + step + part) * 128 + 4 * lane);
 #pragma unroll
       for (int j = 0; j < KEYS; j += 2) {
         float two[4];
-        load(two, key + (j / 2 * STEPS + step) * 128 + 4 * lane);
+        load(two, key + ((first_key + j / 2) * STEPS + step + part) * 128 + 4 * lane);
         pairs[j][0] = two[0], pairs[j][1] = two[1], pairs[j + 1][0] = two[2], pairs[j + 1][1] = two[3];
       }
       multiply(acc, quad, pairs);
@@ -92,15 +97,15 @@ struct TensorCore {
 
   // out += p v for 16 rows of weights p, which are where their scores were accumulated: the lane that holds keys 2t and
   // 2t+1 feeds them as the sum's indices t and t+4, so v's rows are read in that order.
-  template <int KEYS, int COLUMNS>
-  static __device__ __forceinline__ void weighted_sum(float (&out)[1][COLUMNS][4], const float (&p)[1][KEYS][4], const float* v, int stride, int lane) {
-    const float* from = v + 2 * (lane % 4) * stride + lane / 4;
+  template <int STEPS, int STRIDE, int KEYS, int COLUMNS>
+  static __device__ __forceinline__ void weighted_sum(float (&out)[1][COLUMNS][4], const float (&p)[1][KEYS][4], const float* v, int first_key, int step, int lane) {
+    const float* from = v + (16 * first_key + 2 * (lane % 4)) * STRIDE + 8 * step + lane / 4;
 #pragma unroll
     for (int key = 0; key < KEYS; ++key) {
       const float quad[1][4] = {{p[0][key][0], p[0][key][2], p[0][key][1], p[0][key][3]}};
       float pair[COLUMNS][2];
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) pair[j][0] = from[8 * key * stride + 8 * j], pair[j][1] = from[(8 * key + 1) * stride + 8 * j];
+      for (int j = 0; j < COLUMNS; ++j) pair[j][0] = from[8 * key * STRIDE + 8 * j], pair[j][1] = from[(8 * key + 1) * STRIDE + 8 * j];
       multiply(out, quad, pair);
     }
   }

@@ -5,7 +5,7 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 template <int N>
-struct Vector;  // N neighbouring floats, moved by one instruction
+struct Vector;  // N neighbouring words, moved by one instruction
 template <>
 struct Vector<1> {
   using Type = float;
@@ -19,8 +19,15 @@ struct Vector<4> {
   using Type = float4;
 };
 
-template <int N>
-__device__ __forceinline__ void load(float (&to)[N], const float* from) {
+// T is float or unsigned: the bits are moved as they are.
+template <typename T, int N>
+__device__ __forceinline__ void load(T (&to)[N], const float* from) {
+  using V = typename Vector<N>::Type;
+  *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store(float* to, const T (&from)[N]) {
   using V = typename Vector<N>::Type;
   *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
 }
@@ -30,12 +37,6 @@ template <int N>
 __device__ __forceinline__ void load_constant(float (&to)[N], const float* __restrict__ from) {
   using V = typename Vector<N>::Type;
   *reinterpret_cast<V*>(to) = __ldg(reinterpret_cast<const V*>(from));
-}
-
-template <int N>
-__device__ __forceinline__ void store(float* to, const float (&from)[N]) {
-  using V = typename Vector<N>::Type;
-  *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
 }
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -65,6 +66,33 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const float (&a)
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
         "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// The same for 16-bit operands and a sum over 16 (PTX ISA, mma.m16n8k16): each word holds two neighbouring indices, a = (g, 2t),
+// (g+8, 2t), (g, 2t+8), (g+8, 2t+8); b0 = (2t, g), b1 = (2t+8, g).
+__device__ __forceinline__ void mma_m16n8k16_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned pack_fp16(float first, float second) {  // the first in the low half, rounded to nearest even
+  unsigned word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  return word;
+}
+
+__device__ __forceinline__ float2 unpack_fp16(unsigned word) {
+  float2 values;
+  asm("{.reg .f16 low, high;\n mov.b32 {low, high}, %2;\n cvt.f32.f16 %0, low;\n cvt.f32.f16 %1, high;}" : "=f"(values.x), "=f"(values.y) : "r"(word));
+  return values;
+}
+
+// Transposes an 8x8 matrix of 16-bit values, of which lane 4g+t holds row g, columns 2t and 2t+1 (PTX ISA, movmatrix).
+__device__ __forceinline__ unsigned transpose_8x8(unsigned word) {
+  unsigned result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+  return result;
 }
 
 __device__ __forceinline__ float round_to_tf32(float value) {

@@ -1,19 +1,16 @@
-// Weights of COLUMNS column tiles over a whole sum of K, in the registers of the lanes that multiply them.
+// Operand B of COLUMNS column tiles over a whole sum of K, in the registers of the lanes that multiply it. Math::Operand<F> is
+// what a lane supplies for one tile and one step of the sum.
 template <typename Math, int K, int F, int COLUMNS>
 struct HeldWeights {
-  static constexpr int STEPS = K / (4 * F);
-  float values[COLUMNS][STEPS][F];
+  using Operand = typename Math::template Operand<F>;
+  static constexpr int STEPS = K / Operand::STEP;
+  Operand values[COLUMNS][STEPS];
 
   template <typename LoadB>
-  __device__ __forceinline__ void fill(LoadB load_b) {
+  __device__ __forceinline__ void fill(int lane, LoadB load_b) {
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) load_b(j, step * 4 * F, 0, values[j][step]);
-  }
-
-  __device__ __forceinline__ void get(int j, int k, float (&to)[F]) const {
-#pragma unroll
-    for (int i = 0; i < F; ++i) to[i] = values[j][k / (4 * F)][i];
+      for (int step = 0; step < STEPS; ++step) values[j][step] = Math::template fetch<F>(j, step, lane, load_b);
   }
 };

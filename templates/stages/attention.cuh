@@ -9,17 +9,16 @@ __device__ __forceinline__ void attention(float* shared) {
   constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int unit = warp; unit < UNITS; unit += C::WARPS) {
+  for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
+    const int unit = warp + turn * C::WARPS;
+    if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
     const int head = unit % C::HEADS, tile = unit / C::HEADS, first_tile = tile / TILES * TILES;
-    float* query = shared + C::QUERY + (tile * STEPS + head * COLUMNS) * 128;
-    const float* key = shared + C::KEY + (first_tile * STEPS + head * COLUMNS) * 128;
-    const float* value = shared + C::VALUE + first_tile * 16 * C::VALUE_STRIDE + head * C::PADDED_HEAD_DIM;
     float out[1][COLUMNS][4] = {};
     float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll (KEY_STEPS <= 4 ? KEY_STEPS : 1)
     for (int step = 0; step < KEY_STEPS; ++step) {
       float p[1][KEYS][4] = {};
-      Math::template scores<COLUMNS, STEPS>(p, query, key + step * (C::KEY_TILE / 16) * STEPS * 128, lane);
+      Math::template scores<COLUMNS, STEPS>(p, shared + C::QUERY, shared + C::KEY, tile, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
       if constexpr (C::LENGTH < C::PADDED_LENGTH) {
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
@@ -51,15 +50,14 @@ __device__ __forceinline__ void attention(float* shared) {
         sum[half] += tile_sum;
         highest[half] = now;
       }
-      Math::template weighted_sum<KEYS, COLUMNS>(out, p, value + step * C::KEY_TILE * C::VALUE_STRIDE, C::VALUE_STRIDE, lane);
+      Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
     }
     __syncwarp();  // the queries have been read
     const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-      const float(&c)[4] = out[0][j];
-      const float quad[4] = {c[0] * upper, c[2] * lower, c[1] * upper, c[3] * lower};
-      store(query + j * 128 + 4 * lane, quad);
+      const float c[4] = {out[0][j][0] * upper, out[0][j][1] * upper, out[0][j][2] * lower, out[0][j][3] * lower};
+      Math::template store_query<STEPS>(shared + C::QUERY, tile, head * COLUMNS + j, lane, c);
     }
   }
 }

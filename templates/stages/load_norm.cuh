@@ -1,9 +1,6 @@
 // Stage 1: load the block's tokens and normalise them (LayerNorm with the biased variance). NORM_LANES lanes share tokens
 // g and g+8 of a row tile and keep them in registers between the mean and the variance. Tokens past the sequence's end,
 // sequences past the last one and channels past DIM become zeros.
-//
-// The result lies in fragments of operand A: a tile of 16 rows and 8 channels is 32 quadruples, one a lane, (g, k), (g+8, k), (g, k'),
-// (g+8, k'). Which channels are k and k' of lane t is the weights' choice: a lane reads FRAGMENT neighbours of a row of them.
 template <typename C>
 struct NormWeights {  // of the channels that a lane serves
   static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = ceil_div(C::PADDED_DIM, LANES * VEC);
@@ -13,25 +10,26 @@ struct NormWeights {  // of the channels that a lane serves
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int channel = (step * LANES + threadIdx.x % LANES) * VEC;
-      if (channel < C::DIM) load_constant(gain[step], weight + channel), load_constant(shift[step], bias + channel);
+      if constexpr (C::DIM % VEC == 0) {
+        if (channel < C::DIM) load_constant(gain[step], weight + channel), load_constant(shift[step], bias + channel);
+      } else {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i)
+          if (channel + i < C::DIM) gain[step][i] = __ldg(weight + channel + i), shift[step][i] = __ldg(bias + channel + i);
+      }
     }
   }
 };
 
 template <typename C>
-__device__ __forceinline__ float* normed_fragment(float* normed, int row_tile, int g, int channel) {
-  constexpr int F = C::FRAGMENT;
-  const int step = channel / (4 * F) * (F / 2) + channel % F / 2, t = channel % (4 * F) / F;
-  return normed + (row_tile * (C::PADDED_DIM / 8) + step) * C::NORMED_TILE + (4 * g + t) * 4 + channel % 2 * 2;
-}
-
-template <typename C>
 __device__ __forceinline__ void load_and_normalise(const float* x, const NormWeights<C>& weights, int first, int sequences, float* shared) {
   constexpr int LANES = NormWeights<C>::LANES, VEC = NormWeights<C>::VEC, STEPS = NormWeights<C>::STEPS;
   const int lane = threadIdx.x % LANES;
+  constexpr int PAIRS = C::ROWS / 2, AT_ONCE = C::THREADS / LANES;
 #pragma unroll 1
-  for (int pair = threadIdx.x / LANES; pair < C::ROWS / 2; pair += C::THREADS / LANES) {
-    const int row_tile = pair / 8, g = pair % 8;
+  for (int turn = 0; turn < ceil_div(PAIRS, AT_ONCE); ++turn) {
+    const int pair = threadIdx.x / LANES + turn * AT_ONCE, row_tile = pair / 8, g = pair % 8;
+    if (PAIRS % AT_ONCE != 0 && pair >= PAIRS) break;
     float values[2][STEPS][VEC] = {}, mean[2], inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -41,7 +39,13 @@ __device__ __forceinline__ void load_and_normalise(const float* x, const NormWei
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
           const int channel = (step * LANES + lane) * VEC;
-          if (channel < C::DIM) load(values[half][step], from + channel);
+          if constexpr (C::DIM % VEC == 0) {
+            if (channel < C::DIM) load(values[half][step], from + channel);
+          } else {
+#pragma unroll
+            for (int i = 0; i < VEC; ++i)
+              if (channel + i < C::DIM) values[half][step][i] = from[channel + i];
+          }
         }
       }
     }
@@ -60,18 +64,18 @@ __device__ __forceinline__ void load_and_normalise(const float* x, const NormWei
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
           const float centred = values[half][step][i] - mean[half];
-          if ((step * LANES + lane) * VEC < C::DIM) squares += centred * centred;
+          if ((step * LANES + lane) * VEC + i < C::DIM) squares += centred * centred;
         }
       inverse[half] = rsqrtf(group_sum<LANES>(squares) * (1.0f / C::DIM) + C::EPSILON);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int channel = (step * LANES + lane) * VEC;
         if constexpr (C::KEEP_X)
-          if (channel < C::DIM) store(shared + C::KEPT + row * C::KEPT_STRIDE + channel, values[half][step]);
+          if (channel < C::DIM) store(shared + C::KEPT + row * C::KEPT_STRIDE + channel, values[half][step]);  // rows are a multiple of VEC apart
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
           const float normed = fmaf((values[half][step][i] - mean[half]) * inverse[half], weights.gain[step][i], weights.shift[step][i]);
-          values[half][step][i] = real && channel < C::DIM ? normed : 0.0f;
+          values[half][step][i] = real && channel + i < C::DIM ? normed : 0.0f;
         }
       }
     }
@@ -79,15 +83,10 @@ __device__ __forceinline__ void load_and_normalise(const float* x, const NormWei
     for (int step = 0; step < STEPS; ++step) {
       const int channel = (step * LANES + lane) * VEC;
       if (channel < C::PADDED_DIM) {
-        if constexpr (VEC == 1) {
-          const float two[2] = {values[0][step][0], values[1][step][0]};
-          store(normed_fragment<C>(shared + C::NORMED, row_tile, g, channel), two);
-        } else {
 #pragma unroll
-          for (int i = 0; i < VEC; i += 2) {
-            const float quad[4] = {values[0][step][i], values[1][step][i], values[0][step][i + 1], values[1][step][i + 1]};
-            store(normed_fragment<C>(shared + C::NORMED, row_tile, g, channel + i), quad);
-          }
+        for (int i = 0; i < VEC; i += 2) {
+          const float upper[2] = {values[0][step][i], values[0][step][i + 1]}, lower[2] = {values[1][step][i], values[1][step][i + 1]};
+          C::Math::template store_rows<C::FRAGMENT, C::PADDED_DIM / 8, C::NORMED_PAGE>(shared + C::NORMED, row_tile, g, channel + i, upper, lower);
         }
       }
     }

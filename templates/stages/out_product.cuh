@@ -6,32 +6,34 @@ struct OutProduct {
   static constexpr int COLUMN_GROUPS = ceil_div(C::DIM, 8) / C::OUT_COLUMNS, ROW_GROUPS = C::ROWS / 16 / C::OUT_ROWS;
   static constexpr int ACROSS = C::OUT_WARPS_ACROSS, DOWN = C::WARPS / ACROSS;
 
-  // Two weights for this lane's column of tile j of the group, from padded inner column k of a step on.
-  static __device__ __forceinline__ void load_weight(float (&to)[2], const float* __restrict__ weight, int group, int j, int k, int which, int lane) {
-    const int column = (group * C::OUT_COLUMNS + j) * 8 + Math::b_column(lane, which), inner = k + Math::template b_index<2>(lane);
-    const int head = inner / C::PADDED_HEAD_DIM, within = inner % C::PADDED_HEAD_DIM;
-    const bool real = C::DIM % 8 == 0 || column < C::DIM;
-    const float* from = weight + column * C::DIM + head * C::HEAD_DIM + within;
-    to[0] = to[1] = 0.0f;
-    if constexpr (C::HEAD_DIM % 2 == 0) {
-      if (real && (C::HEAD_DIM == C::PADDED_HEAD_DIM || within < C::HEAD_DIM)) load_constant(to, from);
-    } else {
+  // Two weights of a column of tile j of the group, from padded inner column k on.
+  struct Load {
+    const float* __restrict__ weight;
+    int group;
+
+    __device__ __forceinline__ void operator()(int j, int within_tile, int k, float (&to)[2]) const {
+      const int column = (group * C::OUT_COLUMNS + j) * 8 + within_tile;
+      const bool real = C::DIM % 8 == 0 || column < C::DIM;
+      const int within = C::HEAD_DIM < C::PADDED_HEAD_DIM ? k % C::PADDED_HEAD_DIM : 0;
+      const float* from = weight + column * C::DIM + k - k / C::PADDED_HEAD_DIM * (C::PADDED_HEAD_DIM - C::HEAD_DIM);
+      to[0] = to[1] = 0.0f;
+      if constexpr (C::HEAD_DIM % 2 == 0) {
+        if (real && within < C::HEAD_DIM) load_constant(to, from);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (real && within + i < C::HEAD_DIM) to[i] = __ldg(from + i);
+        for (int i = 0; i < 2; ++i)
+          if (real && within + i < C::HEAD_DIM) to[i] = __ldg(from + i);
+      }
     }
-  }
+  };
 
-  static __device__ __forceinline__ void hold(Held& held, const float* __restrict__ weight, int group, int lane) {
-    held.fill([&](int j, int k, int which, float(&to)[2]) { load_weight(to, weight, group, j, k, which, lane); });
-  }
-
-  template <typename LoadB>
+  template <typename GetB>
   static __device__ __forceinline__ void rows(const float* shared, const float* x, float* y, const float* __restrict__ bias, int first, int sequences,
-                                              int group, int warp, int lane, LoadB load_b) {
+                                              int group, int warp, int lane, GetB operand) {
 #pragma unroll 1
-    for (int row_group = warp / ACROSS; row_group < ROW_GROUPS; row_group += DOWN) {
-      const int first_tile = row_group * C::OUT_ROWS;
+    for (int turn = 0; turn < ceil_div(ROW_GROUPS, DOWN); ++turn) {
+      const int row_group = warp / ACROSS + turn * DOWN, first_tile = row_group * C::OUT_ROWS;
+      if (ROW_GROUPS % DOWN != 0 && row_group >= ROW_GROUPS) break;
       float residual[C::OUT_ROWS][C::OUT_COLUMNS][4];
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int row, int column, long long at) {
         if constexpr (C::KEEP_X) {
@@ -41,7 +43,7 @@ struct OutProduct {
         }
       });
       float acc[C::OUT_ROWS][C::OUT_COLUMNS][4] = {};
-      Math::template product<C::INNER, 2, 128>(acc, shared + C::QUERY + first_tile * (C::INNER / 8) * 128, lane, load_b);
+      Math::template product<C::INNER, 2, 128>(acc, shared + C::QUERY + first_tile * C::QUERY_PAGES * 128, lane, operand);
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int, int column, long long at) {
         float pair[2];
         load_pair(pair, bias + column, column);
@@ -91,12 +93,12 @@ struct OutProduct {
   static __device__ __forceinline__ void run(const float* shared, const float* x, float* y, const float* __restrict__ weight,
                                              const float* __restrict__ bias, int first, int sequences, Held& held) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    bool ready = PREFETCHED;
 #pragma unroll 1
-    for (int group = warp % ACROSS; group < COLUMN_GROUPS; group += ACROSS) {
-      if (!ready) hold(held, weight, group, lane);
-      ready = false;
-      rows(shared, x, y, bias, first, sequences, group, warp, lane, [&](int j, int k, int, float(&to)[2]) { held.get(j, k, to); });
+    for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
+      const int group = warp % ACROSS + turn * ACROSS;
+      if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
+      if (!PREFETCHED || turn > 0) held.fill(lane, Load{weight, group});
+      rows(shared, x, y, bias, first, sequences, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
     }
   }
 
@@ -105,8 +107,11 @@ struct OutProduct {
                                                        const float* __restrict__ bias, int first, int sequences) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int group = warp % ACROSS; group < COLUMN_GROUPS; group += ACROSS)
+    for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
+      const int group = warp % ACROSS + turn * ACROSS;
+      if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
       rows(shared, x, y, bias, first, sequences, group, warp, lane,
-           [&](int j, int k, int which, float(&to)[2]) { load_weight(to, weight, group, j, k, which, lane); });
+           [&](int j, int step) { return Math::template fetch<2>(j, step, lane, Load{weight, group}); });
+    }
   }
 };

@@ -1,8 +1,5 @@
 // Stage 2: q, k and v of the block's tokens. Warps stand ACROSS side by side over groups of column tiles; the others take
 // further rows. Each head's columns are padded to PADDED_HEAD_DIM, and a column tile lies in one head of one of q, k, v.
-//
-// q lies in fragments of operand A and k in fragments of operand B of the scores: both are a tile's accumulators as they are, one
-// quadruple a lane. v lies in rows, one a token.
 template <typename C>
 struct QkvProduct {
   using Math = typename C::Math;
@@ -10,53 +7,53 @@ struct QkvProduct {
   static constexpr int COLUMN_GROUPS = 3 * C::INNER / 8 / C::QKV_COLUMNS, ROW_GROUPS = C::ROWS / 16 / C::QKV_ROWS;
   static constexpr int ACROSS = C::QKV_WARPS_ACROSS, DOWN = C::WARPS / ACROSS;
 
-  // FRAGMENT weights for this lane's column of tile j of the group, from channel k of a step on.
-  static __device__ __forceinline__ void load_weight(float (&to)[C::FRAGMENT], const float* __restrict__ weight, int group, int j, int k, int which, int lane) {
-    constexpr int F = C::FRAGMENT;
-    const int column = (group * C::QKV_COLUMNS + j) * 8 + Math::b_column(lane, which), channel = k + Math::template b_index<F>(lane);
-    const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;  // head counts through q, k and v
-    const bool real = C::HEAD_DIM == C::PADDED_HEAD_DIM || within < C::HEAD_DIM;
-    const float* from = weight + (head * C::HEAD_DIM + within) * C::DIM + channel;
+  // FRAGMENT weights of a column of tile j of the group, from channel k on.
+  struct Load {
+    const float* __restrict__ weight;
+    int group;
+
+    __device__ __forceinline__ void operator()(int j, int within_tile, int k, float (&to)[C::FRAGMENT]) const {
+      constexpr int F = C::FRAGMENT;
+      const int column = (group * C::QKV_COLUMNS + j) * 8 + within_tile;
+      int row = column;
+      bool real = true;
+      if constexpr (C::HEAD_DIM < C::PADDED_HEAD_DIM) {
+        const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;  // head counts through q, k and v
+        row = head * C::HEAD_DIM + within, real = within < C::HEAD_DIM;
+      }
+      const float* from = weight + row * C::DIM + k;
 #pragma unroll
-    for (int i = 0; i < F; ++i) to[i] = 0.0f;
-    if constexpr (C::DIM % F == 0) {
-      if (real && (C::DIM == C::PADDED_DIM || channel < C::DIM)) load_constant(to, from);
-    } else {
+      for (int i = 0; i < F; ++i) to[i] = 0.0f;
+      if constexpr (C::DIM % F == 0) {
+        if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_constant(to, from);
+      } else {
 #pragma unroll
-      for (int i = 0; i < F; ++i)
-        if (real && channel + i < C::DIM) to[i] = __ldg(from + i);
+        for (int i = 0; i < F; ++i)
+          if (real && k + i < C::DIM) to[i] = __ldg(from + i);
+      }
     }
-  }
+  };
 
-  static __device__ __forceinline__ void hold(Held& held, const float* __restrict__ weight, int group, int lane) {
-    held.fill([&](int j, int k, int which, float(&to)[C::FRAGMENT]) { load_weight(to, weight, group, j, k, which, lane); });
-  }
-
-  template <typename LoadB>
-  static __device__ __forceinline__ void rows(float* shared, int group, int warp, int lane, LoadB load_b) {
+  template <typename GetB>
+  static __device__ __forceinline__ void rows(float* shared, int group, int warp, int lane, GetB operand) {
+    constexpr int STEPS = C::INNER / 8;
 #pragma unroll 1
-    for (int row_group = warp / ACROSS; row_group < ROW_GROUPS; row_group += DOWN) {
-      const int first_tile = row_group * C::QKV_ROWS;
+    for (int turn = 0; turn < ceil_div(ROW_GROUPS, DOWN); ++turn) {
+      const int row_group = warp / ACROSS + turn * DOWN, first_tile = row_group * C::QKV_ROWS;
+      if (ROW_GROUPS % DOWN != 0 && row_group >= ROW_GROUPS) break;
       float acc[C::QKV_ROWS][C::QKV_COLUMNS][4] = {};
-      Math::template product<C::PADDED_DIM, C::FRAGMENT, C::NORMED_TILE>(acc, shared + C::NORMED + first_tile * (C::PADDED_DIM / 8) * C::NORMED_TILE, lane, load_b);
+      Math::template product<C::PADDED_DIM, C::FRAGMENT, C::NORMED_PAGE>(acc, shared + C::NORMED + first_tile * C::NORMED_PAGES * C::NORMED_PAGE, lane, operand);
 #pragma unroll
       for (int j = 0; j < C::QKV_COLUMNS; ++j) {
-        const int tile = group * C::QKV_COLUMNS + j, which = tile / (C::INNER / 8), step = tile % (C::INNER / 8);
+        const int column = group * C::QKV_COLUMNS + j, which = column / STEPS, step = column % STEPS;
 #pragma unroll
         for (int i = 0; i < C::QKV_ROWS; ++i) {
-          const float(&c)[4] = acc[i][j];
-          const int fragment = ((first_tile + i) * (C::INNER / 8) + step) * 128 + 4 * lane;
-          if (which == 0) {
-            const float quad[4] = {c[0], c[2], c[1], c[3]};
-            store(shared + C::QUERY + fragment, quad);
-          } else if (which == 1) {
-            store(shared + C::KEY + fragment, c);
-          } else {
-            float* to = shared + C::VALUE + (16 * (first_tile + i) + lane / 4) * C::VALUE_STRIDE + 8 * step + 2 * (lane % 4);
-            const float upper[2] = {c[0], c[1]}, lower[2] = {c[2], c[3]};
-            store(to, upper);
-            store(to + 8 * C::VALUE_STRIDE, lower);
-          }
+          if (which == 0)
+            Math::template store_query<STEPS>(shared + C::QUERY, first_tile + i, step, lane, acc[i][j]);
+          else if (which == 1)
+            Math::template store_key<STEPS>(shared + C::KEY, first_tile + i, step, lane, acc[i][j]);
+          else
+            Math::template store_value<STEPS, C::VALUE_STRIDE>(shared + C::VALUE, first_tile + i, step, lane, acc[i][j]);
         }
       }
     }
@@ -66,12 +63,12 @@ struct QkvProduct {
   template <bool PREFETCHED>
   static __device__ __forceinline__ void run(float* shared, const float* __restrict__ weight, Held& held) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    bool ready = PREFETCHED;
 #pragma unroll 1
-    for (int group = warp % ACROSS; group < COLUMN_GROUPS; group += ACROSS) {
-      if (!ready) hold(held, weight, group, lane);
-      ready = false;
-      rows(shared, group, warp, lane, [&](int j, int k, int, float(&to)[C::FRAGMENT]) { held.get(j, k, to); });
+    for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
+      const int group = warp % ACROSS + turn * ACROSS;
+      if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
+      if (!PREFETCHED || turn > 0) held.fill(lane, Load{weight, group});
+      rows(shared, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
     }
   }
 
@@ -79,7 +76,10 @@ struct QkvProduct {
   static __device__ __forceinline__ void run_streaming(float* shared, const float* __restrict__ weight) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int group = warp % ACROSS; group < COLUMN_GROUPS; group += ACROSS)
-      rows(shared, group, warp, lane, [&](int j, int k, int which, float(&to)[C::FRAGMENT]) { load_weight(to, weight, group, j, k, which, lane); });
+    for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
+      const int group = warp % ACROSS + turn * ACROSS;
+      if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
+      rows(shared, group, warp, lane, [&](int j, int step) { return Math::template fetch<C::FRAGMENT>(j, step, lane, Load{weight, group}); });
+    }
   }
 };
