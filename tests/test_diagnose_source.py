@@ -1,0 +1,75 @@
+"""Faults planted in the rendered CUDA source itself, run by the emulator: verification must name their stage."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from codegen.render import Source, render
+from codegen.sequence import default
+from codegen.spec import BlockSpec
+from codegen.target import target
+from tuner.emulator import Emulator
+from tuner.verify import Checker, diagnose
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+
+# Planted fault -> what the source says (a regular expression), what it then says instead, the stage, what must be said of it.
+MUTANTS = {
+    "missing output bias": (r"load_pair\(pair, bias \+ column, column\);", r"pair[0] = pair[1] = 0.0f;", "output bias", "missing"),
+    "missing qkv scale": (r"EXPONENT_SCALE = [^;]*;", r"EXPONENT_SCALE = 1.442695041e+00f;", "scores", "not scaled by 1/sqrt(head_dim)"),
+    "transposed output weight": (
+        r"(from = weight \+ column \* C::DIM \+ ([^;]*);.*?)load_constant\(to, from\);",
+        r"\1for (int i = 0; i < 2; ++i) to[i] = __ldg(weight + (\2 + i) * C::DIM + column);",
+        "output product",
+        "transposed weight",
+    ),
+    "transposed qkv weight": (
+        r"(from = weight \+ row \* C::DIM \+ k;.*?)load_constant\(to, from\);",
+        r"\1for (int i = 0; i < F; ++i) to[i] = __ldg(weight + (row / C::DIM * C::DIM + k + i) * C::DIM + row % C::DIM);",
+        "QKV product",
+        "transposed weight (each of q, k and v)",
+    ),
+    "eps": (r"EPSILON = [^;]*;", r"EPSILON = 1e-6f;", "LayerNorm", "eps is 1e-06, not 1e-05"),
+    "swapped k and v": (r"which = column / STEPS", r"which = (3 - column / STEPS) % 3", "QKV product", "k and v swapped"),
+    "no residual": (r" \+ residual\[i\]\[j\]\[2 \* half( \+ 1)?\]", r"", "residual", "x is not added"),
+    "unnormalised softmax": (r"__fdividef\(1\.0f, group_sum<4>\(sum\[\d\]\)\)", r"1.0f", "softmax", "not normalised"),
+    "head order": (
+        r"(?<=from = weight \+ column \* C::DIM \+ )([^;]*);",
+        r"(C::HEADS - 1 - (\1) / C::HEAD_DIM) * C::HEAD_DIM + (\1) % C::HEAD_DIM;",
+        "weighted sum",
+        "heads in another order",
+    ),
+    "plain TF32": (r"TensorCore<3>", r"TensorCore<1>", "output product", "inexact"),
+    "result not rescaled": (r"out\[0\]\[j\]\[2 \* half( \+ 1)?\] \*= correction", r"0", "softmax", "the result of earlier key tiles"),
+    "sum not rescaled": (r"sum\[half\] \*= correction;", r"", "softmax", "the sum of earlier key tiles"),
+}
+
+
+def source_for(spec: BlockSpec) -> Source:
+    sm90 = target("sm_90")
+    return render(spec, {axis: config for axis in spec.axes if (config := default(spec.problem(axis), sm90)) is not None})
+
+
+@pytest.mark.parametrize("axis", ["row", "col"])
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_the_stage_of_a_fault_in_the_source_is_named(fault: str, axis: str) -> None:
+    pattern, replacement, stage, detail = MUTANTS[fault]
+    spec = BlockSpec(16, 2, 3, 39, 1, axes=(axis,)) if axis == "row" else BlockSpec(16, 2, 39, 3, 1, axes=(axis,))
+    source = source_for(spec)
+    text, count = re.subn(pattern, replacement, source.text, flags=re.DOTALL)
+    assert count, f"the source no longer has what this fault replaces: {pattern}"
+    runner = Emulator(replace(source, text=text)).run
+    assert not Checker(spec, seed=1, quick=True)(runner).ok
+    diagnosis = diagnose(spec, runner)
+    assert (diagnosis.axis, diagnosis.stage) == (axis, stage), str(diagnosis)
+    assert detail in diagnosis.detail
+
+
+@pytest.mark.parametrize("spec", [BlockSpec(16, 2, 3, 39, 1), BlockSpec(24, 3, 17, 5, 2)], ids=lambda spec: spec.name)
+def test_the_source_as_rendered_is_right_at_every_stage(spec: BlockSpec) -> None:
+    diagnosis = diagnose(spec, Emulator(source_for(spec)).run)
+    assert diagnosis.ok, str(diagnosis)

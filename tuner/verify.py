@@ -1,0 +1,218 @@
+"""Whether a block's implementation is right, by its numbers alone, and which of its stages disagrees when it is not.
+
+An implementation is a runner: (x, weights) -> y, float32, with x (batch, height, width, dim) and the weights by the
+reference's parameter names. It is compared with the float64 reference in two ways: the whole output, scaled to the output's
+root mean square, and the branch alone (y - x), scaled to the branch's, so that the residual cannot hide it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from codegen.reference import SCORE_LIMIT, branch, random_input, random_weights, reference, to_sequences
+from codegen.spec import BlockSpec
+from tuner.probes import Diagnosis, Runner, largest
+from tuner.stages import first_disagreement
+
+TOLERANCE = 1e-5
+ROUNDING = 2 * torch.finfo(torch.float32).eps  # storing the sum of x and a branch, once per axis
+LARGE_SCORE = 150.0  # beyond the range of float32's exp, so that a softmax needs its maximum subtracted
+WELL_CONDITIONED = 8.0  # scores up to this size are held to the tolerance itself
+UNCANCELLED = 32.0  # a token's root mean square over its deviation up to which the tolerance holds as well
+UNLOCATED = "whole block"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a verification found.
+
+    error: the largest error over the output's root mean square; branch_error: the largest error beyond the rounding of y,
+    over the root mean square of the branch without the residual. Both over all cases, infinite when an element is not finite.
+    cause: one line that says what failed first, empty when ok.
+    """
+
+    ok: bool
+    error: float
+    branch_error: float
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input with its float64 output. condition: by how much ill-conditioned numbers
+    (large scores, nearly equal channels) may exceed the tolerance, at least 1."""
+
+    name: str
+    x: Tensor
+    weights: Mapping[str, Tensor]
+    expected: Tensor
+    condition: float = 1.0
+
+    def shuffled(self, generator: torch.Generator) -> Case:
+        """The same case with images, rows and columns in another order: attention along an axis does not depend on the
+        order of its tokens, so a fresh input costs no new reference."""
+        x, expected = self.x, self.expected
+        for dimension in range(3):
+            order = torch.randperm(x.shape[dimension], generator=generator).to(x.device)
+            x, expected = x.index_select(dimension, order), expected.index_select(dimension, order)
+        return replace(self, x=x, expected=expected)
+
+
+class Checker:
+    """The cases of one specification with their references, computed once and then used for any number of runners.
+
+    seed: of all random draws. device: where inputs, weights and references live, and so what runners are called with.
+    batch: of the main case, the specification's unless given; another case has another batch. quick: leaves out each
+    axis alone and large scores, for runners that take seconds.
+    repeats: how often each case is run, in fresh orders, which shows faults that come and go.
+    """
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        seed: int,
+        device: torch.device | str = "cpu",
+        tolerance: float = TOLERANCE,
+        batch: int | None = None,
+        quick: bool = False,
+        repeats: int = 1,
+    ) -> None:
+        self.spec, self.tolerance, self.repeats = spec, tolerance, repeats
+        self._orders = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
+        self.cases = tuple(_cases(spec, generator, batch or spec.batch, quick))
+
+    def __call__(self, runner: Runner) -> Check:
+        """Runs every case until one fails. Whatever the runner raises is not caught."""
+        error = branch_error = 0.0
+        for case in self.cases:
+            for _ in range(self.repeats):
+                check = _run(case.shuffled(self._orders), runner, self.tolerance)
+                error, branch_error = max(error, check.error), max(branch_error, check.branch_error)
+                if not check.ok:
+                    return Check(False, error, branch_error, f"{case.name}: {check.cause}")
+        return Check(True, error, branch_error)
+
+
+def check(spec: BlockSpec, runner: Runner, seed: int, tolerance: float = TOLERANCE, device: torch.device | str = "cpu") -> Check:
+    """Verifies one runner; use a Checker for several of the same specification."""
+    return Checker(spec, seed, device, tolerance)(runner)
+
+
+def diagnose(
+    spec: BlockSpec,
+    runner: Runner,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    batch: int | None = None,
+    quick: bool = False,
+) -> Diagnosis:
+    """Names the stage of the block that disagrees with the reference, or says that none does.
+
+    Probes that involve one stage more each go first, on at most two images; then the whole block is checked as Checker
+    does (batch and quick are Checker's), and what only this shows has the stage UNLOCATED.
+    """
+    found = first_disagreement(spec, runner, seed, device)
+    if found is None:
+        whole = Checker(spec, seed, device, batch=batch, quick=quick)(runner)
+        found = Diagnosis() if whole.ok else Diagnosis(UNLOCATED, "", whole.cause, max(whole.error, whole.branch_error))
+    return found
+
+
+def rms(values: Tensor) -> float:
+    """Root mean square, 0 for an empty tensor."""
+    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0
+
+
+def _cases(spec: BlockSpec, generator: torch.Generator, batch: int, quick: bool) -> Iterator[Case]:
+    weights = random_weights(spec, generator)
+    yield _case("unit scale", spec, random_input(spec, generator, batch=batch), weights)
+
+    other = 2 if batch == 1 and 2 * spec.height * spec.width * spec.dim <= SCORE_LIMIT else 1
+    weights = random_weights(spec, generator)
+    yield _case(f"tokens of scale 0.001 to 100, batch {other}", spec, _mixed(spec, generator, other), weights)
+    if quick:
+        return
+    for axis in spec.axes:
+        x = _mixed(spec, generator, 1)
+        alone = _alone(spec, axis, random_weights(spec, generator))
+        if len(spec.axes) > 1:
+            yield _case(f"{axis} branch alone", spec, x, alone)
+        yield _case(f"{axis} branch alone, large scores", spec, x, _sharpened(spec, axis, x, alone), LARGE_SCORE / WELL_CONDITIONED)
+
+
+def _case(name: str, spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], condition: float = 1.0) -> Case:
+    return Case(name, x, weights, reference(spec, x, weights), condition * _cancellation(spec, x))
+
+
+def _cancellation(spec: BlockSpec, x: Tensor) -> float:
+    """At least 1: what LayerNorm loses where the channels of a token nearly agree, which is rare from 8 channels on."""
+    x = x.double()
+    spread = (x.var(-1, correction=0) + spec.eps).sqrt()
+    return max(1.0, float((x.square().mean(-1).sqrt() / spread).max()) / UNCANCELLED)
+
+
+def _mixed(spec: BlockSpec, generator: torch.Generator, batch: int) -> Tensor:
+    """Tokens each with a mean and a scale of its own: at 0.001 LayerNorm's eps shows, at 100 the branch is small beside x."""
+    x = random_input(spec, generator, batch=batch)
+    tokens = (*x.shape[:3], 1)
+    mean = torch.randn(tokens, generator=generator, device=x.device)
+    exponent = 5.0 * torch.rand(tokens, generator=generator, device=x.device) - 3.0
+    return (x + mean) * 10.0**exponent
+
+
+def _alone(spec: BlockSpec, axis: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with every other axis adding nothing."""
+    muted = {f"{other}_out.{part}" for other in spec.axes if other != axis for part in ("weight", "bias")}
+    return {name: torch.zeros_like(tensor) if name in muted else tensor for name, tensor in weights.items()}
+
+
+def _sharpened(spec: BlockSpec, axis: str, x: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with the queries of `axis` scaled, so that its largest score is about LARGE_SCORE, and positive."""
+    sequences = to_sequences(axis, x)
+    few = sequences[: max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))]
+    scores = branch(spec, axis, few.double(), {name: tensor.double() for name, tensor in weights.items()}).scores
+    qkv = weights[f"{axis}_qkv.weight"].clone()
+    qkv[: spec.dim] *= LARGE_SCORE / largest(scores)
+    return {**weights, f"{axis}_qkv.weight": qkv}
+
+
+def _run(case: Case, runner: Runner, tolerance: float) -> Check:
+    x = case.x.clone()
+    y = runner(x, case.weights)
+
+    def failed(cause: str, error: float = math.inf, branch_error: float = math.inf) -> Check:
+        return Check(False, error, branch_error, cause)
+
+    if y.shape != x.shape or y.dtype != x.dtype:
+        return failed(f"the output is {y.dtype} {tuple(y.shape)}, not {x.dtype} {tuple(x.shape)}")
+    if not torch.equal(x, case.x):
+        return failed("the input was overwritten")
+    y = y.to(x.device).double()
+    broken = ~torch.isfinite(y)
+    if broken.any():
+        return failed(f"{int(broken.sum())} of {y.numel()} elements are not finite, the first at {place(broken)}")
+    x = x.double()
+    added = case.expected - x
+    deviation = (y - case.expected).abs()
+    beyond = (deviation - ROUNDING * (x.abs() + added.abs())).clamp_min(0.0)
+    error = float(deviation.max()) / rms(case.expected) / case.condition
+    branch_error = float(beyond.max()) / rms(added) / case.condition
+    if error <= tolerance and branch_error <= tolerance:
+        return Check(True, error, branch_error)
+    if torch.equal(y, x):
+        return failed("returns its input: the branch adds nothing", error, branch_error)
+    what, worst = ("branch's", branch_error) if branch_error > tolerance else ("output's", error)
+    wrong = deviation == deviation.max()
+    return failed(f"error {worst:.2g} of the {what} scale exceeds {tolerance:g}, the largest at {place(wrong)}", error, branch_error)
+
+
+def place(mask: Tensor) -> str:
+    """The first set element of a (batch, height, width, dim) mask, in words."""
+    batch, row, column, channel = mask.nonzero()[0].tolist()
+    return f"image {batch}, row {row}, column {column}, channel {channel}"
