@@ -1,0 +1,169 @@
+// CUDA C++ for a host compiler: the built-ins and primitives that the emitted kernels use. Included before the emulated
+// source, which is compiled as it is; __CUDACC__ stays undefined, so that inline PTX is left out and the functions that
+// wrap it are the ones declared here. A name that is missing here is a compile error, never a silent difference.
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define __global__ __attribute__((noinline))
+#define __device__
+#define __host__
+#define __shared__
+#define __constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __builtin_assume(condition)
+#define warpSize 32
+
+struct alignas(8) float2 { float x, y; };
+struct float3 { float x, y, z; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct uint3 { unsigned x, y, z; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace emulator {
+// A thread's indices never change while it runs, hence `const`.
+__attribute__((const)) uint3 thread_index();
+__attribute__((const)) uint3 block_index();
+__attribute__((const)) dim3 block_size();
+__attribute__((const)) dim3 grid_size();
+
+// Meetings of threads. `line` is where the call stands: threads that meet must come from the same line.
+uint64_t shuffle(unsigned mask, uint64_t value, int source, const char* name, int line);
+unsigned ballot(unsigned mask, bool predicate, const char* name, int line);
+void sync_warp(unsigned mask, int line);
+void sync_block(int line);
+void mma_tf32(float (&c)[4], const float (&a)[4], float b0, float b1, int line);
+void mma_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line);
+unsigned transpose(unsigned word, int line);
+float half_to_float(uint16_t half);
+uint16_t float_to_half(float value);
+void wait_previous();
+[[noreturn]] void trap(int line);
+
+inline int lane() { return int(thread_index().x & 31); }
+
+template <typename To, typename From> To bits_as(From value) {
+    static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
+    To result;
+    __builtin_memcpy(&result, &value, sizeof(To));
+    return result;
+}
+
+template <typename T> T move(unsigned mask, T value, int source, const char* name, int line) {
+    static_assert(sizeof(T) <= 8, "shuffles move at most 8 bytes");
+    uint64_t bits = 0;
+    __builtin_memcpy(&bits, &value, sizeof(T));
+    bits = shuffle(mask, bits, source, name, line);
+    __builtin_memcpy(&value, &bits, sizeof(T));
+    return value;
+}
+}  // namespace emulator
+
+#define threadIdx (::emulator::thread_index())
+#define blockIdx (::emulator::block_index())
+#define blockDim (::emulator::block_size())
+#define gridDim (::emulator::grid_size())
+
+// Barriers and warp collectives. Sources of shuffles are the CUDA C++ Programming Guide's, "Warp Shuffle Functions".
+inline void __syncthreads(int line = __builtin_LINE()) { ::emulator::sync_block(line); }
+inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) { ::emulator::sync_warp(mask, line); }
+
+template <typename T> T __shfl_sync(unsigned mask, T value, int source, int width = 32, int line = __builtin_LINE()) {
+    return ::emulator::move(mask, value, (::emulator::lane() & -width) | (source & (width - 1)), "__shfl_sync", line);
+}
+template <typename T> T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, int line = __builtin_LINE()) {
+    const int lane = ::emulator::lane(), source = lane ^ bits;
+    return ::emulator::move(mask, value, source > (lane | (width - 1)) ? lane : source, "__shfl_xor_sync", line);
+}
+template <typename T> T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, int line = __builtin_LINE()) {
+    const int lane = ::emulator::lane(), source = lane - int(delta);
+    return ::emulator::move(mask, value, source < (lane & -width) ? lane : source, "__shfl_up_sync", line);
+}
+template <typename T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, int line = __builtin_LINE()) {
+    const int lane = ::emulator::lane(), source = lane + int(delta);
+    return ::emulator::move(mask, value, source > (lane | (width - 1)) ? lane : source, "__shfl_down_sync", line);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+    return ::emulator::ballot(mask, predicate != 0, "__ballot_sync", line);
+}
+inline int __any_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+    return ::emulator::ballot(mask, predicate != 0, "__any_sync", line) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+    return ::emulator::ballot(mask, predicate != 0, "__all_sync", line) == mask;
+}
+
+inline unsigned __float_as_uint(float value) { return ::emulator::bits_as<unsigned>(value); }
+inline float __uint_as_float(unsigned bits) { return ::emulator::bits_as<float>(bits); }
+inline int __float_as_int(float value) { return ::emulator::bits_as<int>(value); }
+inline float __int_as_float(int bits) { return ::emulator::bits_as<float>(bits); }
+
+// The project's primitives that are PTX on a GPU.
+inline void mma_m16n8k8_tf32(float (&c)[4], const float (&a)[4], float b0, float b1, int line = __builtin_LINE()) {
+    ::emulator::mma_tf32(c, a, b0, b1, line);
+}
+inline void mma_m16n8k16_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line = __builtin_LINE()) {
+    ::emulator::mma_fp16(c, a, b0, b1, line);
+}
+inline unsigned transpose_8x8(unsigned word, int line = __builtin_LINE()) { return ::emulator::transpose(word, line); }
+// 16-bit words hold the value of the lower index in their low half.
+inline unsigned pack_fp16(float first, float second) {
+    return ::emulator::float_to_half(first) | unsigned(::emulator::float_to_half(second)) << 16;
+}
+inline float2 unpack_fp16(unsigned word) {
+    return {::emulator::half_to_float(uint16_t(word)), ::emulator::half_to_float(uint16_t(word >> 16))};
+}
+// cvt.rna.tf32.f32: to the nearest with 10 bits of mantissa, ties away from zero.
+inline float round_to_tf32(float value) {
+    return value == value ? __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u) : __uint_as_float(0x7fffffffu);
+}
+// ex2.approx.ftz.f32, exact to rounding here; results under the smallest normal number become 0.
+inline float exp2_approx(float value) {
+    const float result = exp2f(value);
+    return result < 0x1p-126f ? 0.0f : result;
+}
+inline void wait_for_previous_kernel() { ::emulator::wait_previous(); }
+inline void allow_next_kernel() {}
+
+// Loads and stores with cache hints, and arithmetic that the C library does not have.
+template <typename T> T __ldg(const T* address) { return *address; }
+template <typename T> T __ldcg(const T* address) { return *address; }
+template <typename T> T __ldcs(const T* address) { return *address; }
+template <typename T> void __stcg(T* address, T value) { *address = value; }
+template <typename T> void __stcs(T* address, T value) { *address = value; }
+
+inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
+inline float __expf(float value) { return expf(value); }
+inline float __logf(float value) { return logf(value); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float value) { return 1.0f / value; }
+inline float __fsqrt_rn(float value) { return sqrtf(value); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(unsigned(bits)) : 32; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+#define __trap() (::emulator::trap(__builtin_LINE()))

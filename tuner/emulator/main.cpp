@@ -1,0 +1,97 @@
+// The emulator's program: reads a plan and the input, runs the launches, writes the output. Arguments: plan input output report.
+//
+// The plan is a text of one item a line:
+//   order forward|reverse|random SEED
+//   races 0|1
+//   limit SECONDS
+//   region WRITABLE WORDS          in order; read-only regions lie one after another in the input file, writable ones begin as NaN
+//   launch KERNEL GRID SEQUENCES R0 R1 R2 R3 R4 R5 R6   (indices of regions, one for each pointer)
+// The output is the content of the first writable region. Exit codes: 0 done, 3 a report was written, 1 anything else.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+using namespace emulator;
+
+struct Launch {
+    int kernel, grid, sequences, regions[7];
+};
+
+static void need(bool condition, const char* text) {
+    if (!condition) std::fprintf(stderr, "emulator: %s\n", text), std::exit(1);
+}
+
+int main(int count, char** values) {
+    need(count == 5, "arguments: plan input output report");
+    open_report(values[4]);
+    std::FILE* plan = std::fopen(values[1], "r");
+    need(plan, "cannot open the plan");
+    Order order = Order::forward;
+    unsigned long long seed = 0;
+    int seconds = 0;
+    std::vector<Launch> launches;
+    std::vector<bool> writable;
+    char word[16], text[16];
+    while (std::fscanf(plan, "%15s", word) == 1) {
+        if (!std::strcmp(word, "order")) {
+            need(std::fscanf(plan, "%15s %llu", text, &seed) == 2, "bad order");
+            order = !std::strcmp(text, "reverse") ? Order::reverse : !std::strcmp(text, "random") ? Order::random : Order::forward;
+        } else if (!std::strcmp(word, "races")) {
+            int on = 0;
+            need(std::fscanf(plan, "%d", &on) == 1, "bad races");
+            check_races = on;
+        } else if (!std::strcmp(word, "limit")) {
+            need(std::fscanf(plan, "%d", &seconds) == 1, "bad limit");
+        } else if (!std::strcmp(word, "region")) {
+            int write = 0;
+            unsigned long long words = 0;
+            need(std::fscanf(plan, "%d %llu", &write, &words) == 2, "bad region");
+            add_region(words, write);
+            writable.push_back(write);
+        } else if (!std::strcmp(word, "launch")) {
+            Launch l;
+            int* r = l.regions;
+            need(std::fscanf(plan, "%d %d %d %d %d %d %d %d %d %d", &l.kernel, &l.grid, &l.sequences, r, r + 1, r + 2, r + 3, r + 4, r + 5, r + 6) == 10, "bad launch");
+            need(l.kernel >= 0 && l.kernel < emulator_kernel_count, "no such kernel");
+            launches.push_back(l);
+        } else {
+            need(false, "unknown item in the plan");
+        }
+    }
+    std::fclose(plan);
+    map_regions();
+    std::FILE* input = std::fopen(values[2], "rb");
+    need(input, "cannot open the input");
+    int result = -1;
+    for (int i = 0; i < int(writable.size()); ++i) {
+        if (writable[std::size_t(i)]) {
+            std::memset(region_data(i), 0xff, 4 * region_words(i));
+            if (result < 0) result = i;
+        } else {
+            need(std::fread(region_data(i), 4, region_words(i), input) == region_words(i), "the input is too short");
+        }
+    }
+    std::fclose(input);
+    need(result >= 0, "no writable region");
+
+    start_fibers(order, seed);
+    catch_signals(seconds);
+    for (const Launch& launch : launches) {
+        here.kernel = &emulator_kernels[launch.kernel];
+        here.grid = launch.grid;
+        here.threads = here.kernel->threads;
+        Arguments arguments;
+        for (int i = 0; i < 7; ++i) arguments.pointers[i] = region_data(launch.regions[i]);
+        arguments.sequences = launch.sequences;
+        begin_launch();
+        for (here.block = 0; here.block < here.grid; ++here.block) run_block(arguments);
+    }
+    std::FILE* output = std::fopen(values[3], "wb");
+    need(output, "cannot open the output");
+    need(std::fwrite(region_data(result), 4, region_words(result), output) == region_words(result), "cannot write the output");
+    return std::fclose(output) ? 1 : 0;
+}
