@@ -49,10 +49,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiler reports for one kernel: registers a thread, bytes spilled, dynamic shared memory in bytes."""
+    """What one compiled kernel uses: registers and bytes of local memory (spilled registers) a thread, dynamic shared memory in bytes."""
 
     registers: int
-    spill_bytes: int
+    local_bytes: int
     shared_bytes: int
 
 

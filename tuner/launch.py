@@ -1,0 +1,138 @@
+"""Running a compiled source on the GPU: loading the cubin into torch's context and launching its kernels on torch's stream.
+
+Only for a worker process: a faulty kernel poisons the process's CUDA context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from codegen.reference import parameter_shapes
+from codegen.render import Kernel
+from codegen.spec import BlockSpec
+
+_GUARD = 1024  # floats between two tensors of an arena: 4 KB, and a multiple of every alignment a kernel may ask for
+_STATIC_SHARED = 48 * 1024
+_FAULTS = {  # sticky errors: the context is lost (CUDA driver API, CUresult)
+    "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE", "CUDA_ERROR_INVALID_PC", "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_LAUNCH_TIMEOUT", "CUDA_ERROR_ASSERT",
+}  # fmt: skip
+
+
+class LaunchError(RuntimeError):
+    """A driver call failed. `fault`: the context is lost, a kernel did something it must not."""
+
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(f"{what}: {name}")
+        self.fault = name in _FAULTS
+
+
+class MemoryFault(RuntimeError):
+    """A kernel wrote where it must not, within memory the process owns, so that the hardware did not notice."""
+
+
+class Loaded:
+    """A cubin in torch's current context. Call it as a verification runner: x, weights -> y.
+
+    Raises LaunchError when a kernel cannot be loaded or launched, MemoryFault when one writes outside its output.
+    """
+
+    def __init__(self, spec: BlockSpec, kernels: tuple[Kernel, ...], cubin: bytes) -> None:
+        self.spec, self.kernels = spec, kernels
+        torch.cuda.current_stream()  # torch's context exists and is current in this thread
+        torch.empty(1, device="cuda")
+        self._module = _check(driver.cuModuleLoadData(cubin), "loading the compiled code")
+        self._functions: list[Any] = []
+        try:
+            for kernel in kernels:
+                function = _check(driver.cuModuleGetFunction(self._module, kernel.name.encode()), f"finding {kernel.name}")
+                if kernel.shared_bytes > _STATIC_SHARED:
+                    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    what = f"asking for {kernel.shared_bytes} bytes of shared memory"
+                    _check(driver.cuFuncSetAttribute(function, attribute, kernel.shared_bytes), what)
+                self._functions.append(function)
+        except BaseException:
+            self.unload()
+            raise
+
+    def unload(self) -> None:
+        """Frees the code. No kernel of it may be running or in a graph that is still used."""
+        if self._module is not None:
+            driver.cuModuleUnload(self._module)
+            self._module = None
+
+    def bind(self, x: Tensor, weights: Mapping[str, Tensor], y: Tensor) -> Callable[[], None]:
+        """A forward that reads x and writes y, on whatever stream is torch's current when it is called.
+
+        All float32, contiguous, on the GPU: x and y (batch, height, width, dim), weights by the block's parameter names.
+        """
+        tensors = [x, y, *(weights[name] for name in parameter_shapes(self.spec))]
+        if not all(t.is_cuda and t.is_contiguous() and t.dtype == torch.float32 for t in tensors):
+            raise ValueError("x, y and weights must be contiguous float32 CUDA tensors")
+        launches = [self._launch(index, x if index == 0 else y, weights, y) for index in range(len(self.kernels))] if x.shape[0] else []
+
+        def forward() -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            for config, function, parameters, name, _ in launches:
+                config.hStream = stream
+                _check(driver.cuLaunchKernelEx(config, function, parameters, 0), f"launching {name}")
+
+        forward.tensors = tensors  # type: ignore[attr-defined]  # they live as long as the pointers to them
+        return forward
+
+    def _launch(self, index: int, source: Tensor, weights: Mapping[str, Tensor], y: Tensor) -> tuple[Any, Any, int, str, Any]:
+        kernel = self.kernels[index]
+        sequences = y.shape[0] * self.spec.problem(kernel.axis).lines
+        config = driver.CUlaunchConfig()
+        config.gridDimX = -(-sequences // kernel.sequences_per_block)
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX = kernel.threads
+        config.sharedMemBytes = kernel.shared_bytes
+        if kernel.dependent_launch:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        names = ("norm.weight", "norm.bias", "qkv.weight", "out.weight", "out.bias")
+        pointers = [source, y, *(weights[f"{kernel.axis}_{name}"] for name in names)]
+        values = [*(ctypes.c_void_p(t.data_ptr()) for t in pointers), ctypes.c_int(sequences)]
+        array = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        return config, self._functions[index], ctypes.addressof(array), kernel.name, (array, values)
+
+    def __call__(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """One forward in an arena of NaN: what is not written stays NaN, what is read outside a tensor is NaN, and a write
+        outside y is found."""
+        used = {name: weights[name] for name in parameter_shapes(self.spec)}
+        parts = [x, *used.values()]
+        sizes = [-(-t.numel() // _GUARD) * _GUARD + _GUARD for t in (*parts, x)]
+        arena = torch.full((_GUARD + sum(sizes),), float("nan"), device="cuda")
+        offset, views = _GUARD, []
+        for tensor, size in zip((*parts, x), sizes, strict=True):
+            views.append(arena[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += size
+        for view, tensor in zip(views[:-1], parts, strict=True):
+            view.copy_(tensor)
+        before, y = arena.clone(), views[-1]
+        self.bind(views[0], dict(zip(used, views[1:-1], strict=True)), y)()
+        torch.cuda.synchronize()
+        result = y.clone()
+        y.fill_(float("nan"))
+        if not torch.equal(arena.view(torch.int32), before.view(torch.int32)):
+            raise MemoryFault("a kernel wrote outside its output")
+        return result.to(x.device)
+
+
+def _check(answer: tuple[Any, ...], what: str) -> Any:
+    """The value of a driver call's (status, value...); LaunchError when the status is not success."""
+    status, *values = answer
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(what, status.name)
+    return values[0] if values else None
