@@ -1,0 +1,358 @@
+"""Emitted modules: one Python file with a ModelNew that replaces the block, written, read back and listed.
+
+A module is read as text (its constants are literals), so that listing or verifying a file never executes it;
+`load_module` is for callers that mean to run it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from codegen.config import Config
+from codegen.kernelbench import acceptable, violations
+from codegen.render import Kernel, Source, environment
+from codegen.sequence import SequenceConfig
+from codegen.spec import BlockSpec, SpecError
+from codegen.target import Target, target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FAMILIES: dict[str, type[Config]] = {SequenceConfig.family: SequenceConfig}
+INDEX = "index.json"
+PARAMETERS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias")  # of one axis, as the kernels take them
+_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How a module came about.
+
+    measured: whether its configuration was chosen by measuring; otherwise it is predicted. date: ISO 8601. command: what
+    was run. versions: name -> version of everything else that mattered. partial: the search was interrupted.
+    Times are microseconds for one forward of the tuned batch, None where unknown: device_us and spread_us (median and
+    spread of CUDA graph replays), cold_us (L2 flushed), wall_us (host), default_us (device, default configuration),
+    pytorch_us (device, the best PyTorch form, whose name is pytorch_form), predicted_us (model). error: against float64,
+    over the output's scale.
+    """
+
+    measured: bool
+    command: str = ""
+    date: str = ""
+    gpu: str = ""
+    driver: str = ""
+    torch: str = ""
+    cuda: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    device_us: float | None = None
+    spread_us: float | None = None
+    cold_us: float | None = None
+    wall_us: float | None = None
+    default_us: float | None = None
+    pytorch_us: float | None = None
+    pytorch_form: str = ""
+    predicted_us: float | None = None
+    error: float | None = None
+    partial: bool = False
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("measured", "partial"):
+                right = isinstance(value, bool)
+            elif f.name == "versions":
+                right = isinstance(value, Mapping) and all(isinstance(part, str) for item in value.items() for part in item)
+            elif f.default is None:
+                right = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+            else:
+                right = isinstance(value, str)
+            if not right:
+                raise SpecError(f"provenance: {f.name} cannot be {value!r}")
+
+    def acceptable(self) -> Provenance:
+        """The same with its free text made acceptable to KernelBench's text check."""
+        texts: dict[str, Any] = {f.name: acceptable(getattr(self, f.name)) for f in dataclasses.fields(self) if f.default == ""}
+        return dataclasses.replace(self, versions={acceptable(k): acceptable(v) for k, v in self.versions.items()}, **texts)
+
+    def lines(self) -> list[str]:
+        """What the header of a module says, one statement a line."""
+        where = self.gpu or "a GPU that was not named"
+        said = [f"Measured on {where}." if self.measured else "Predicted: chosen by a model, not measured on a GPU."]
+        if self.partial:
+            said.append("Partial: the search was interrupted, and this is the best it had verified.")
+        times = (
+            ("device time", self.device_us, f" +- {self.spread_us:.2f}" if self.spread_us is not None else ""),
+            ("device time, L2 flushed", self.cold_us, ""),
+            ("wall time of a call", self.wall_us, ""),
+            ("default configuration, device time", self.default_us, ""),
+            (f"PyTorch ({self.pytorch_form or 'best form'}), device time", self.pytorch_us, ""),
+            ("predicted device time", self.predicted_us, ""),
+        )
+        said += [f"    {name}: {value:.2f}{more} us" for name, value, more in times if value is not None]
+        if self.error is not None:
+            said.append(f"    error against float64: {self.error:.1e} of the output's scale")
+        if self.command:
+            said.append(f"Command: {self.command}")
+        named = {"driver": self.driver, "torch": self.torch, "CUDA": self.cuda, **self.versions}
+        said.append(", ".join([f"Written {self.date}" if self.date else "Written", *(f"{k} {v}" for k, v in named.items() if v)]) + ".")
+        if self.note:
+            said.append(self.note)
+        return said
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A module as read from its file."""
+
+    path: Path
+    spec: BlockSpec
+    arch: str
+    configs: Mapping[str, Config]
+    source: Source
+    provenance: Provenance
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return self.source.kernels
+
+    @property
+    def target(self) -> Target:
+        return target(self.arch)
+
+
+def module_name(spec: BlockSpec, arch: str, predicted: bool) -> str:
+    """The file name of a module: block, dtype, architecture, and whether it is only predicted."""
+    return f"axial_{spec.name}_{target(arch).arch.replace('_', '')}{'_predicted' if predicted else ''}.py"
+
+
+def module_text(source: Source, configs: Mapping[str, Config], provenance: Provenance, target: Target) -> str:
+    """The module as text. SpecError when KernelBench's text check would reject it, or when it is no Python."""
+    spec = source.spec
+    provenance = provenance.acceptable()
+    axes = {("row", "col"): "row attention, then column attention", ("row",): "row attention", ("col",): "column attention"}[spec.axes]
+    env = environment()
+    launch = env.get_template("module/launch.cu.j2").render(
+        spec=spec,
+        kernels=source.kernels,
+        parameters=[f"{axis}_{part}" for axis in spec.axes for part in PARAMETERS],
+        lines={axis: spec.problem(axis).lines for axis in spec.axes},
+    )
+    for name, text in (("CUDA source", source.text), ("launch code", launch)):
+        if "'''" in text or text.endswith("\\"):
+            raise SpecError(f"the {name} cannot stand in a Python raw string")
+    text = env.get_template("module.py.j2").render(
+        spec=spec,
+        title=f"Axial attention block: dim {spec.dim}, {spec.heads} heads, {spec.height}x{spec.width}, {spec.dtype}, for {target.arch}.",
+        description=_wrapped(
+            f"{axes.capitalize()} over (batch, height, width, dim), with LayerNorm before and a residual after each axis. "
+            f"Tuned for batch {spec.batch}; any batch is computed.",
+            "",
+        ),
+        summary=f"{axes.capitalize()} over a {spec.height}x{spec.width} grid of {spec.dim} channels, {spec.dtype}.",
+        configs={axis: _wrapped(", ".join(f"{k} {v}" for k, v in configs[axis].to_dict().items())) for axis in spec.axes},
+        figures="\n".join(_wrapped(line, "") for line in provenance.lines()).replace("\\", "/").replace('"', "'"),
+        spec_literal=_literal(dataclasses.asdict(spec)),
+        arch_literal=_literal(target.arch),
+        configs_literal=_literal({axis: configs[axis].to_dict() for axis in spec.axes}),
+        kernels_literal=_literal([dataclasses.asdict(kernel) for kernel in source.kernels]),
+        provenance_literal=_literal({**dataclasses.asdict(provenance), "versions": dict(provenance.versions)}),
+        cuda=source.text if source.text.endswith("\n") else source.text + "\n",
+        launch=launch,
+        number=target.number,
+        capability=repr(divmod(target.number, 10)),
+    )
+    if wrong := violations(text):
+        raise SpecError(f"the module would be rejected by KernelBench: it {'; it '.join(wrong)}")
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise SpecError(f"the module's text is not Python: {error}") from None
+    return text
+
+
+def write_module(directory: Path | str, source: Source, configs: Mapping[str, Config], provenance: Provenance, target: Target) -> Path:
+    """Writes the module of `source` into `directory` (made if missing), at once and whole, and returns its path.
+
+    A predicted module has a name of its own and so never replaces a measured one. SpecError when the folder cannot be
+    written or the text would be no acceptable module; nothing is left behind then.
+    """
+    text = module_text(source, configs, provenance, target)
+    path = Path(directory) / module_name(source.spec, target.arch, not provenance.measured)
+    _replace(path, text)
+    return path
+
+
+def read_module(path: Path | str) -> Emitted:
+    """What the module at `path` states about itself, without executing it; SpecError when it is not one of ours."""
+    path = Path(path)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (SyntaxError, ValueError) as error:
+        raise SpecError(f"{path} is not an emitted module: {str(error).splitlines()[0]}") from None
+    wanted = {"SPEC", "ARCH", "CONFIGS", "KERNELS", "PROVENANCE", "CUDA_SOURCE"}
+    found: dict[str, Any] = {}
+    try:
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                if (name := node.targets[0].id) in wanted:
+                    found[name] = ast.literal_eval(node.value)
+        if missing := sorted(wanted - set(found)):
+            raise SpecError(f"it has no {', '.join(missing)}")
+        spec = BlockSpec(**{**found["SPEC"], "axes": tuple(found["SPEC"]["axes"])})
+        configs = {axis: _config(found["CONFIGS"][axis]) for axis in spec.axes}
+        kernels = tuple(_kernel(kernel) for kernel in found["KERNELS"])
+        if tuple(kernel.axis for kernel in kernels) != spec.axes:
+            raise SpecError(f"its kernels are not those of the axes {list(spec.axes)}")
+        if not isinstance(found["CUDA_SOURCE"], str):
+            raise SpecError("its CUDA_SOURCE is no text")
+        source = Source(spec, found["CUDA_SOURCE"].removeprefix("\n"), kernels)
+        return Emitted(path, spec, target(found["ARCH"]).arch, configs, source, Provenance(**found["PROVENANCE"]))
+    except (AttributeError, KeyError, TypeError, ValueError, MemoryError, RecursionError) as error:
+        raise SpecError(f"{path} is not an emitted module: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+
+
+def load_module(path: Path | str) -> ModuleType:
+    """Executes the module at `path` and returns it; it is registered in sys.modules, so that its objects can be pickled."""
+    path = Path(path).resolve()
+    digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:12]
+    name = f"axialtune_module_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise SpecError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.pop, name, None)
+        spec.loader.exec_module(module)
+        stack.pop_all()
+    return module
+
+
+def module_runner(path: Path | str, device: str = "cuda") -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """The module at `path` as a function of an input and weights (both anywhere), computed on `device`; the output is on the CPU."""
+    import torch
+
+    emitted = read_module(path)
+    spec = emitted.spec
+    model = load_module(path).ModelNew(spec.dim, spec.heads, spec.height, spec.width).to(device).eval()
+
+    def run(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        model.load_state_dict(weights, strict=True)
+        with torch.no_grad():
+            return model(x.to(device)).cpu()
+
+    return run
+
+
+def list_modules(directory: Path | str) -> list[Emitted]:
+    """The modules in `directory`, by file name; a file that is named like one and is none is left out with a warning."""
+    found = []
+    for path in sorted(Path(directory).glob("axial_*.py")):
+        try:
+            found.append(read_module(path))
+        except SpecError as error:
+            warnings.warn(str(error), stacklevel=2)
+    return found
+
+
+def update_index(directory: Path | str) -> Path:
+    """Derives index.json from the modules in `directory` and returns its path."""
+    entries = [
+        {
+            "file": emitted.path.name,
+            "spec": dataclasses.asdict(emitted.spec),
+            "arch": emitted.arch,
+            "gpu": emitted.provenance.gpu,
+            "measured": emitted.provenance.measured,
+            "partial": emitted.provenance.partial,
+            "device_us": emitted.provenance.device_us,
+            "pytorch_us": emitted.provenance.pytorch_us,
+            "predicted_us": emitted.provenance.predicted_us,
+            "error": emitted.provenance.error,
+            "source": emitted.source.digest,
+        }
+        for emitted in list_modules(directory)
+    ]
+    path = Path(directory) / INDEX
+    _replace(path, json.dumps(entries, indent=2) + "\n")
+    return path
+
+
+def _config(data: Mapping[str, Any]) -> Config:
+    family = data.get("family")
+    if family not in FAMILIES:
+        raise SpecError(f"family {family!r} is not known")
+    return FAMILIES[family].from_dict(data)
+
+
+def _kernel(data: Mapping[str, Any]) -> Kernel:
+    kernel = Kernel(**data)
+    for f in dataclasses.fields(kernel):
+        if type(getattr(kernel, f.name)).__name__ != f.type:
+            raise SpecError(f"kernel: {f.name} cannot be {getattr(kernel, f.name)!r}")
+    return kernel
+
+
+def _literal(value: Any, indent: int = 0) -> str:
+    """`value` as a Python literal: on one line if it fits, else its items packed onto indented lines."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        items, opening, closing = [f"{_literal(k)}: {_literal(v, indent + 4)}" for k, v in value.items()], "{", "}"
+    elif isinstance(value, (list, tuple)):
+        items, (opening, closing) = [_literal(v, indent + 4) for v in value], "()" if isinstance(value, tuple) else "[]"
+    else:
+        return repr(value)
+    line = opening + ", ".join(items) + ("," if isinstance(value, tuple) and len(items) == 1 else "") + closing
+    if len(line) + indent <= _WIDTH and "\n" not in line:
+        return line
+    lines = [""]
+    for item in items:
+        if lines[-1] and ("\n" in lines[-1] + item or indent + 4 + len(lines[-1]) + len(item) + 2 > _WIDTH):
+            lines.append("")
+        lines[-1] += f"{' ' if lines[-1] else ''}{item},"
+    margin = " " * (indent + 4)
+    return "\n".join([opening, *(margin + line for line in lines), " " * indent + closing])
+
+
+def _wrapped(text: str, indent: str = " " * 9) -> str:
+    return "\n".join(textwrap.wrap(text, _WIDTH - len(indent), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes `text` to `path` at once: readers see the old file or the new one, never a part."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if temporary:
+                os.unlink(temporary)
+        raise SpecError(f"{path.parent} cannot be written: {error.strerror or error}: choose another folder with --out") from None
