@@ -1,0 +1,137 @@
+"""The model: sane in every direction, fitted by least squares, judged by rank correlation."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from codegen.sequence import MATHS, SequencePlan
+from codegen.spec import BlockSpec, SpecError
+from codegen.target import target
+from tuner.predict import NAMES, Calibration, Parts, Sample, blocks_per_sm, calibration, fit, parts, predict, quality, samples, spearman
+from tuner.records import Machine, Record
+from tuner.space import space
+from tuner.trial import Candidate, Outcome, Resources, Timing
+
+H200 = target("sm_90")
+SEED = BlockSpec()
+
+
+def plan(spec: BlockSpec = SEED, **changes) -> SequencePlan:
+    problem = spec.problem("row")
+    return SequencePlan(problem, replace(space(problem, H200).start, **changes))
+
+
+def resources(registers: int = 100, spill: int = 0, shared: int = 35_000) -> Resources:
+    return Resources(registers, spill, shared)
+
+
+def test_more_work_is_never_predicted_to_be_faster() -> None:
+    base = predict(plan(), resources(), H200)
+    assert 1.0 < base < 100.0
+    assert predict(plan(BlockSpec(batch=64)), resources(), H200) > 2 * base
+    assert predict(plan(BlockSpec(width=64)), resources(), H200) > base
+    assert predict(plan(BlockSpec(dim=128, heads=8)), resources(), H200) > base
+    assert predict(plan(), resources(spill=400), H200) > base
+    slower = replace(H200, bandwidth=H200.bandwidth / 4)
+    assert predict(plan(), resources(), slower) > base
+    many = plan(BlockSpec(batch=64))
+    assert predict(many, resources(registers=255), H200) >= predict(many, resources(registers=64), H200)
+
+
+@pytest.mark.parametrize("math", MATHS)
+def test_every_arithmetic_can_be_predicted(math: str) -> None:
+    chosen = plan(math=math, weights="stream", prefetch="none", fragment=2)
+    assert 1.0 < predict(chosen, resources(shared=chosen.shared_bytes), H200) < 100.0
+
+
+def test_growing_any_part_never_shortens_the_time() -> None:
+    base = {name: 1.0 for name in NAMES}
+    for name in NAMES:
+        assert calibration().microseconds(Parts(**{**base, name: 2.0})) >= calibration().microseconds(Parts(**base))
+
+
+def test_conflicts_and_rereading_cost() -> None:
+    wide = BlockSpec(batch=64)
+    assert parts(plan(wide, padding=False), resources(), H200).shared > parts(plan(wide, padding=True), resources(), H200).shared
+    held, streamed = plan(wide), plan(wide, weights="stream", prefetch="none", qkv_rows=1, out_rows=1)
+    assert parts(streamed, resources(), H200).weights > parts(held, resources(), H200).weights
+
+
+@pytest.mark.parametrize("registers, shared_changes, expected", [(32, {}, 5), (128, {}, 2), (255, {"warps": 8}, 1)])
+def test_occupancy(registers: int, shared_changes: dict, expected: int) -> None:
+    assert min(blocks_per_sm(plan(**shared_changes), registers, H200), 5) == expected
+
+
+def _population(count: int, seed: int = 0) -> list[Parts]:
+    draw = random.Random(seed)
+    here = space(BlockSpec(batch=16).problem("row"), H200)
+    found = []
+    for _ in range(count):
+        chosen = SequencePlan(here.problem, here.random(draw))
+        found.append(parts(chosen, resources(draw.randrange(64, 255), draw.choice((0, 0, 64)), chosen.shared_bytes), H200))
+    return found
+
+
+def test_fit_recovers_the_coefficients_of_exact_times() -> None:
+    truth = Calibration(dict(zip(NAMES, (1.0, 1.5, 0.0, 0.7, 2.0, 0.5, 3.0, 0.25), strict=True)), "truth")
+    data = [Sample(p, truth.microseconds(p)) for p in _population(80)]
+    found = fit(data, "test")
+    assert all(abs(found.microseconds(s.parts) / s.measured - 1.0) < 0.01 for s in data)
+    assert all(c >= 0.0 for c in found.coefficients.values())
+    assert quality(data, found) > 0.999
+
+
+def test_fit_ranks_noisy_times_better_than_the_starting_values() -> None:
+    draw = random.Random(2)
+    truth = Calibration(dict(zip(NAMES, (1.0, 0.1, 0.1, 0.1, 3.0, 3.0, 5.0, 0.1), strict=True)), "truth")
+    data = [Sample(p, truth.microseconds(p) * draw.lognormvariate(0.0, 0.05)) for p in _population(80, 1)]
+    train, test = data[:40], data[40:]
+    assert quality(test, fit(train, "test")) > max(0.9, quality(test, calibration()))
+
+
+def test_fit_needs_enough_samples() -> None:
+    with pytest.raises(SpecError, match="too few"):
+        fit([Sample(p, 1.0) for p in _population(3)], "test")
+
+
+def test_spearman() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert spearman([1, 1, 2, 2], [1, 2, 1, 2]) == pytest.approx(0.0)
+    assert spearman([5, 5, 5], [1, 2, 3]) == 0.0
+    assert spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
+
+
+def test_samples_take_what_was_measured_with_known_resources() -> None:
+    spec = BlockSpec(axes=("row",))
+    candidate = Candidate(spec, {"row": space(spec.problem("row"), H200).start})
+    used = {"axial_row": resources()}
+    outcomes = [
+        Outcome(candidate, "ok", timing=Timing(7.0, 0.1), resources=used),
+        Outcome(candidate, "ok", timing=Timing(7.0, 0.1)),
+        Outcome(candidate, "ok", predicted_us=7.0, resources=used),
+        Outcome(candidate, "wrong", "zeros", resources=used),
+    ]
+    found = samples(Record.now(outcome, Machine("sm_90", "H200", "580")) for outcome in outcomes)
+    assert [s.measured for s in found] == [7.0]
+
+
+def test_the_committed_calibration_is_valid_and_states_its_origin() -> None:
+    assert set(calibration().coefficients) == set(NAMES) and calibration().origin
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"origin": "x", "coefficients": {"launch": 1}}', '{"coefficients": {"launch": -1}}'])
+def test_a_broken_calibration_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="calibration"):
+        Calibration.load(path)
+
+
+def test_a_calibration_survives_saving(tmp_path: Path) -> None:
+    calibration().save(tmp_path / "c.json")
+    assert Calibration.load(tmp_path / "c.json") == calibration()

@@ -1,0 +1,111 @@
+"""The space: what is legal, how draws become legal, and what a restriction or a tolerance takes away."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.spec import BlockSpec, SpecError
+from codegen.target import target
+from tuner.space import FP32_MATHS, Space, config_values, parse_fixed, space
+
+SEED = BlockSpec()
+SMALL = BlockSpec(dim=32, heads=2, height=17, width=20, batch=2)
+RAGGED = BlockSpec(dim=80, heads=2, height=49, width=33)
+TINY = BlockSpec(dim=20, heads=1, height=3, width=33)
+DEEPLAB = BlockSpec(dim=128, heads=8, height=65, width=65)
+
+
+def row_space(spec: BlockSpec = SEED, arch: str = "sm_90", **options) -> Space:
+    return space(spec.problem("row"), target(arch), **options)
+
+
+@pytest.mark.parametrize("spec", [SEED, SMALL, RAGGED, TINY])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_every_draw_is_projected_onto_a_legal_canonical_configuration(spec: BlockSpec, arch: str) -> None:
+    for axis in spec.axes:
+        here = space(spec.problem(axis), target(arch))
+        assert here.legal(here.start)
+        draw = random.Random(1)
+        for _ in range(60):
+            config = here.random(draw)
+            assert here.legal(config), SequencePlan(here.problem, config).reasons(here.target)
+            assert here.canonical(config) == config
+            assert here.project(config_values(config)) == config, "a legal configuration must stay what it is"
+
+
+@pytest.mark.parametrize(
+    "spec, arch, fixed",
+    [
+        (BlockSpec(), "sm_80", dict(out_rows=1, out_columns=2, residual="reload", sequences=1, qkv_rows=2, norm_lanes=16, key_tile=16)),
+        (DEEPLAB, "sm_80", dict(out_rows=1, out_columns=1, qkv_columns=2, qkv_rows=1, norm_lanes=16, padding=True)),
+        (DEEPLAB, "sm_90", dict(out_rows=1, out_columns=1, qkv_columns=6, weights="hold", qkv_rows=1, residual="reload")),
+    ],
+)
+def test_enumeration_finds_exactly_what_brute_force_finds(spec: BlockSpec, arch: str, fixed: dict) -> None:
+    here = row_space(spec, arch, fixed=fixed)
+    product = (SequenceConfig(**dict(zip(here.values, values, strict=True))) for values in itertools.product(*here.values.values()))
+    expected = {config for config in product if here.legal(config) and here.canonical(config) == config}
+    found = list(here.enumerate())
+    assert len(found) == len(set(found)) and set(found) == expected and len(found) > 10
+    assert here.count(5) == 5 and here.count(10**6) == len(found)
+
+
+def test_projection_is_deterministic_and_moves_no_legal_value_needlessly() -> None:
+    here = row_space()
+    drawn = {**config_values(here.start), "weights": "stream"}  # prefetch no longer fits
+    config = here.project(drawn)
+    assert config == here.project(drawn)
+    assert config.weights == "stream" and config.prefetch == "none"
+    assert {k: v for k, v in config_values(config).items() if k not in ("weights", "prefetch")} == {
+        k: v for k, v in config_values(here.start).items() if k not in ("weights", "prefetch")
+    }
+
+
+def test_configurations_that_compile_alike_have_one_representative() -> None:
+    here = row_space()
+    slim = here.project({**config_values(here.start), "warps": 2, "min_blocks": 3})
+    assert slim.min_blocks == 1, "64 threads x 3 blocks leave 255 registers a thread, as one block does"
+    wide = here.project({**config_values(here.start), "warps": 8, "min_blocks": 2})
+    assert wide.min_blocks == 2
+
+
+def test_plain_tf32_needs_a_relaxed_tolerance() -> None:
+    assert row_space().values["math"] == FP32_MATHS
+    assert "tf32" not in row_space(tolerance=1e-4).values["math"]
+    assert "tf32" in row_space(tolerance=1e-3).values["math"]
+    with pytest.raises(SpecError, match="--tolerance"):
+        row_space(fixed={"math": "tf32"})
+
+
+def test_dependent_launch_is_not_searched_and_follows_the_target() -> None:
+    assert row_space(arch="sm_90").values["dependent_launch"] == (True,)
+    assert row_space(arch="sm_80").values["dependent_launch"] == (False,)
+
+
+def test_fixed_tunables_hold_everywhere() -> None:
+    here = row_space(fixed=parse_fixed(["warps=4", "padding=false"]))
+    assert here.start.warps == 4 and here.start.padding is False
+    draw = random.Random(0)
+    assert all((c := here.random(draw)).warps == 4 and not c.padding for _ in range(20))
+
+
+@pytest.mark.parametrize("text", ["warps", "warps=9", "wraps=8", "padding=maybe", "=8", ""])
+def test_a_fixed_tunable_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(SpecError):
+        parse_fixed([text])
+
+
+def test_an_impossible_space_says_why() -> None:
+    with pytest.raises(SpecError, match="bytes of shared memory exceed"):
+        row_space(BlockSpec(dim=1024, heads=8, height=512, width=512))
+    with pytest.raises(SpecError, match="qkv_rows"):
+        row_space(fixed={"qkv_rows": 4, "sequences": 1})
+
+
+def test_the_digest_changes_with_the_space() -> None:
+    assert row_space().digest == row_space().digest
+    assert len({row_space().digest, row_space(arch="sm_100").digest, row_space(fixed={"warps": 8}).digest, row_space(SMALL).digest}) == 4

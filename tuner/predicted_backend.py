@@ -1,0 +1,136 @@
+"""Evaluating without a GPU: NVRTC compiles for the target, the model predicts, the emulator confirms the few that matter."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+
+import jinja2
+
+from codegen.render import Source, render
+from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.spec import BlockSpec, SpecError
+from codegen.target import Target
+from tuner.compile import COMPILE_SECONDS, Compiled, CompileError, Compilers
+from tuner.predict import Calibration, calibration, predict
+from tuner.records import Machine
+from tuner.trial import OK, Candidate, Outcome, Resources
+
+Confirm = Callable[[Source, BlockSpec], tuple[bool, float | None, str]]
+"""Checks a source's kernels: (whether they are right, error, cause)."""
+
+
+_Pending = tuple[Candidate, Source, Future[Compiled] | None]
+
+
+class PredictedBackend:
+    """A Backend that never measures. Candidates compile a few ahead, in parallel; `confirm` runs one on the emulator.
+
+    Compiled sources are kept by digest, so the finalists cost no second compilation.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        seed: int = 0,
+        tolerance: float = 1e-5,
+        timeout: float = COMPILE_SECONDS,
+        by: Calibration | None = None,
+        confirm: Confirm | None = None,
+        compilers: Compilers | None = None,
+    ) -> None:
+        from tuner.gpu import versions
+
+        self.target = target
+        self.calibration = by or calibration()
+        self.machine = Machine(target.arch, versions=versions())
+        self._compilers = compilers or Compilers(target, timeout=timeout)
+        self._confirm = confirm or _Emulated(seed, tolerance)
+        self._done: dict[str, Compiled | CompileError] = {}
+
+    def evaluate(self, candidates: Iterable[Candidate]) -> Iterator[Outcome]:
+        """Compiles and predicts; an Outcome is OK without its kernels having run (see confirm)."""
+        waiting: deque[_Pending | Outcome] = deque()
+        taken = iter(candidates)
+        ahead = self._compilers.workers + 1
+        more = True
+        while more or waiting:
+            while more and len(waiting) < ahead:
+                candidate = next(taken, None)
+                if candidate is None:
+                    more = False
+                    break
+                waiting.append(self._begin(candidate))
+            if waiting:
+                pending = waiting.popleft()
+                yield pending if isinstance(pending, Outcome) else self._outcome(*pending)
+
+    def _begin(self, candidate: Candidate) -> _Pending | Outcome:
+        try:
+            source = render(candidate.spec, candidate.configs)
+        except (SpecError, jinja2.TemplateError) as error:
+            return Outcome(candidate, "compile_error", f"cannot be rendered: {error}")
+        return candidate, source, None if source.digest in self._done else self._compilers.submit(source)
+
+    def _outcome(self, candidate: Candidate, source: Source, future: Future[Compiled] | None) -> Outcome:
+        if future is not None:
+            try:
+                self._done[source.digest] = future.result()
+            except CompileError as error:
+                self._done[source.digest] = error
+        done = self._done[source.digest]
+        if isinstance(done, CompileError):
+            return Outcome(candidate, done.status, str(done), source_digest=source.digest)
+        return Outcome(
+            candidate,
+            OK,
+            predicted_us=self._predict(candidate, done.resources),
+            resources=done.resources,
+            source_digest=source.digest,
+            seconds={"compile": done.seconds},
+        )
+
+    def _predict(self, candidate: Candidate, resources: dict[str, Resources]) -> float:
+        total = 0.0
+        for axis, config in candidate.configs.items():
+            if not isinstance(config, SequenceConfig):
+                raise SpecError(f"family {config.family!r} has no model")
+            plan = SequencePlan(candidate.spec.problem(axis), config)
+            # One launch of two can hide behind the kernel before it; the model knows only whole kernels.
+            total += predict(plan, resources[f"axial_{axis}"], self.target, self.calibration)
+        return total
+
+    def confirm(self, candidate: Candidate) -> Outcome:
+        """The candidate's Outcome after its kernels ran on the emulator, for a batch of 1, against the float64 reference."""
+        outcome = next(self.evaluate([candidate]))
+        if not outcome.ok:
+            return outcome
+        start = time.perf_counter()
+        right, error, cause = self._confirm(render(candidate.spec, candidate.configs), candidate.spec)
+        seconds = {**outcome.seconds, "emulate": time.perf_counter() - start}
+        return replace(outcome, status=OK if right else "wrong", cause=cause, error=error, seconds=seconds)
+
+    def close(self) -> None:
+        self._compilers.close()
+
+
+class _Emulated:
+    """Confirms with the emulator and the verification that every candidate on a GPU passes too."""
+
+    def __init__(self, seed: int, tolerance: float) -> None:
+        self._seed, self._tolerance = seed, tolerance
+
+    def __call__(self, source: Source, spec: BlockSpec) -> tuple[bool, float | None, str]:
+        from tuner.emulator import EmulationError, Emulator
+        from tuner.verify import Checker
+
+        single = replace(spec, batch=1)
+        try:
+            check = Checker(single, self._seed, tolerance=self._tolerance)(Emulator(source).run)
+        except EmulationError as error:
+            return False, None, str(error).splitlines()[0]
+        return check.ok, check.error, check.cause

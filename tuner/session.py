@@ -1,0 +1,260 @@
+"""What each command of the command line does, without the terminal: from a user's words to calls, results and exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from codegen.render import Source, render
+from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.spec import BlockSpec, SpecError, valid_name
+from codegen.target import Target, target
+from tuner.gpu import Gpu, obstacle, visible_gpu
+from tuner.records import Records
+from tuner.space import FP32_TOLERANCE, parse_fixed, space
+from tuner.storage import open_storage
+from tuner.trial import Timing
+
+DEFAULT_ARCH = "sm_90"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `tune` as given; see the command's help."""
+
+    spec: BlockSpec
+    out: Path
+    trials: int = 60
+    budget: float = 90.0
+    seed: int = 0
+    gpu: int | None = None
+    arch: str | None = None
+    storage: str | None = None
+    study: str | None = None
+    tolerance: float = FP32_TOLERANCE
+    fix: tuple[str, ...] = ()
+    fresh: bool = False
+    command: str = ""
+
+
+def usable_gpu(index: int | None, arch: str | None) -> tuple[Gpu | None, str]:
+    """The GPU to measure on, or None and why not (empty when there simply is none).
+
+    An `arch` other than the GPU's asks for a prediction. SpecError when a GPU was asked for by index and cannot be used.
+    """
+    gpu = visible_gpu(index)
+    if gpu is None:
+        return None, ""
+    reason = obstacle(gpu)
+    if reason is None and arch is not None and target(arch) != gpu.target:
+        if index is not None:
+            there, asked = gpu.target.arch, target(arch).arch
+            raise SpecError(f"GPU {index} is a {there}, not {asked}: leave out --gpu to predict, or --arch to measure")
+        return None, f"the {gpu.name} is a {gpu.target.arch}: the choice for {target(arch).arch} is predicted"
+    if reason is not None:
+        if index is not None:
+            raise SpecError(reason)
+        return None, reason
+    return gpu, ""
+
+
+def run(request: Request, console: Console) -> int:
+    """`tune`: returns the exit code."""
+    from tuner.deliver import deliver, records_file
+    from tuner.predicted_backend import PredictedBackend
+    from tuner.progress import reporter
+    from tuner.report import closing
+    from tuner.tune import TuneOptions, tune
+
+    fixed = parse_fixed(request.fix)
+    gpu, why = usable_gpu(request.gpu, request.arch)
+    to = gpu.target if gpu is not None else target(request.arch or DEFAULT_ARCH)
+    for axis in request.spec.axes:
+        space(request.spec.problem(axis), to, fixed=fixed, tolerance=request.tolerance)  # refuses at once what cannot be
+    _writable(request.out)
+    options = TuneOptions(
+        request.spec,
+        to,
+        request.out,
+        request.trials,
+        request.budget,
+        request.seed,
+        request.tolerance,
+        fixed,
+        _study(request),
+        open_storage(_storage(request)),
+        not request.fresh,
+        command=request.command,
+    )
+    options = replace(options, records=Records(records_file(options, predicted=gpu is None)))
+    if gpu is not None:
+        from tuner.gpu_backend import GpuBackend
+
+        backend: Any = GpuBackend(gpu, seed=request.seed, tolerance=request.tolerance)
+    else:
+        backend = PredictedBackend(to, seed=request.seed, tolerance=request.tolerance)
+    progress = reporter(console)
+    try:
+        progress.note(f"Block {request.spec.name} for {to.arch} ({gpu.name if gpu else 'predicted, not measured'}).")
+        if why:
+            progress.note(why)
+        result = tune(options, backend, progress, deliver)
+    finally:
+        progress.close()
+        backend.close()
+    closing(console, options, result, measured=gpu is not None)
+    return result.exit_code
+
+
+def _study(request: Request) -> str:
+    if request.study is not None and not valid_name(request.study):
+        raise SpecError(f"study {request.study!r} is not a plain name: use letters, digits, dot, dash and underscore")
+    return request.study or ""
+
+
+def _storage(request: Request) -> str | None:
+    """The storage's URL: as given, or a SQLite file in the user's cache; None for memory."""
+    import platformdirs
+
+    if request.storage == "none" or (request.fresh and request.storage is None):
+        return None
+    if request.storage is not None:
+        return request.storage if "://" in request.storage else f"sqlite:///{request.storage}"
+    folder = platformdirs.user_cache_path("axialtune")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "studies.db", "ab"):
+            return f"sqlite:///{folder / 'studies.db'}"
+    except OSError:
+        return None  # a cache that cannot be written only means that nothing is resumed
+
+
+def _writable(folder: Path) -> None:
+    """SpecError when `folder` cannot be made or written: better now than after the search."""
+    import tempfile
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise SpecError(f"{folder} cannot be written: {error.strerror or error}: choose another folder with --out") from None
+
+
+def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
+    """`render`: the source of the default configuration with some tunables set. SpecError when that is not legal."""
+    fixed = parse_fixed(settings)
+    configs = {}
+    for axis in spec.axes:
+        problem = spec.problem(axis)
+        tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
+        asked: SequenceConfig = replace(space(problem, to, tolerance=tolerance).start, **fixed)  # type: ignore[arg-type]
+        if "prefetch" not in fixed and asked.weights == "stream":
+            asked = replace(asked, prefetch="none")
+        reasons = SequencePlan(problem, asked).reasons(to)
+        if reasons:
+            raise SpecError(f"{axis}: {'; '.join(reasons)}")
+        configs[axis] = asked
+    return render(spec, configs)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a module is right, and what to print."""
+
+    ok: bool
+    text: str
+
+
+def verify_module(file: Path, on: str, gpu: int | None, seed: int, tolerance: float = FP32_TOLERANCE) -> Verdict:
+    """`verify`: the module's kernels on the emulator, or the module itself on the GPU; a disagreement is traced to its stage."""
+    from codegen.module import module_runner, read_module
+    from tuner.emulator import EmulationError, Emulator
+    from tuner.verify import Checker, diagnose
+
+    if on not in ("cpu", "gpu"):
+        raise SpecError(f"--on must be cpu or gpu, not {on!r}")
+    emitted = read_module(file)
+    spec = emitted.spec
+    if on == "cpu":
+        spec = replace(spec, batch=1)  # kernels do the same for every image of a batch
+        emulator = Emulator(emitted.source)
+        runner: Any = emulator.run
+    else:
+        _select(_gpu_or_error(gpu))
+        runner = module_runner(file, "cuda")
+    try:
+        check = Checker(spec, seed, tolerance=tolerance)(runner)
+        if check.ok:
+            where = "emulator" if on == "cpu" else "GPU"
+            return Verdict(True, f"agrees with the float64 reference: error {check.error:.1e} of the output's scale ({where})")
+        found = diagnose(spec, runner, seed)
+    except EmulationError as error:
+        return Verdict(False, f"fault on the emulator: {str(error).splitlines()[0]}")
+    return Verdict(False, f"disagrees with the float64 reference: {found if not found.ok else check.cause} (error {check.error:.1e})")
+
+
+def _gpu_or_error(index: int | None) -> Gpu:
+    gpu = visible_gpu(index)
+    if gpu is None:
+        raise SpecError("this needs a GPU, and none is visible: see `axialtune doctor`")
+    reason = obstacle(gpu)
+    if reason is not None:
+        raise SpecError(reason)
+    return gpu
+
+
+def _select(gpu: Gpu) -> None:
+    """Makes `gpu` the one that PyTorch sees; before it first uses CUDA in this process."""
+    import os
+
+    for name, value in gpu.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def bench_module(file: Path, index: int | None) -> tuple[list[tuple[str, Timing]], list[str]]:
+    """`bench`: (name, timing) of PyTorch's forms and of the module, and notes on what could not be measured."""
+    from codegen.module import read_module
+
+    emitted = read_module(file)
+    gpu = _gpu_or_error(index)
+    from tuner.gpu_backend import GpuBackend
+
+    backend = GpuBackend(gpu)
+    try:
+        rows = list(backend.pytorch(emitted.spec).items())
+        notes = [f"PyTorch {name} could not be measured: {why}" for name, why in backend.pytorch_failures.items()]
+        built = backend.module(file.resolve(), emitted.spec)
+        notes += built.warnings
+        if built.timing is None:
+            raise SpecError(f"{file} could not be measured: {built.cause}")
+        return [*rows, (file.name, built.timing)], notes
+    finally:
+        backend.close()
+
+
+def calibrate(paths: Sequence[Path], write: bool) -> str:
+    """`calibrate`: fits the model and says how well the old and the new coefficients rank the records."""
+    from tuner.predict import CALIBRATION, calibration, fit, quality, samples
+
+    found = []
+    for path in paths:
+        if not path.is_file():
+            raise SpecError(f"{path} is not a file of records")
+        found += Records(path).read()
+    data = samples(found)
+    cards = ", ".join(sorted({record.machine.gpu for record in found if record.machine.gpu}))
+    fitted = fit(data, f"fitted to {len(data)} measured trials on {cards}")
+    text = f"{len(data)} measured trials; rank correlation {quality(data, calibration()):.3f} before, {quality(data, fitted):.3f} after"
+    if not write:
+        return text + "\nnothing written: --write replaces the calibration"
+    fitted.save()
+    calibration.cache_clear()
+    return text + f"\nwritten: {CALIBRATION}"

@@ -1,0 +1,218 @@
+"""Which configurations of an axis are legal, and how any draw becomes one of them.
+
+A space is the product of the tunables' values less what SequencePlan.reasons forbids. Samplers need a static product, so a
+draw is projected: tunable by tunable in the order of declaration, the value nearest to the drawn one for which the rest can
+still be completed. Whether it can is asked of one completion, the frugal one: each later tunable at the value that
+meets the fewest objections. Resources only grow away from it, so what it cannot complete nothing else can (a test compares
+with brute force).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from codegen.config import Config, Value
+from codegen.sequence import SequenceConfig, SequencePlan, default
+from codegen.spec import AxisProblem, SpecError
+from codegen.target import Target
+
+FP32_TOLERANCE = 1e-5
+"""The largest error, relative to the output's scale, that float32 kernels may have unless the user relaxes it."""
+TF32_TOLERANCE = 1e-4
+"""Above this tolerance a single TF32 product is admitted (its operands have 11 significant bits)."""
+
+FP32_MATHS = ("ffma", "tf32x3", "fp16x3")
+"""The arithmetics that hold FP32_TOLERANCE."""
+
+_SAMPLE = 48
+
+
+def allowed_maths(tolerance: float) -> tuple[str, ...]:
+    """The arithmetics of the products that can hold `tolerance`."""
+    return (*FP32_MATHS, "tf32") if tolerance > TF32_TOLERANCE else FP32_MATHS
+
+
+def parse_fixed(texts: Iterable[str]) -> dict[str, Value]:
+    """`name=value` texts of a command line as values of tunables; SpecError with the choices when one is not."""
+    tunables = SequenceConfig.tunables()
+    fixed: dict[str, Value] = {}
+    for text in texts:
+        name, equals, word = text.partition("=")
+        if not equals or name not in tunables:
+            raise SpecError(f"{text!r} is not NAME=VALUE with NAME among {', '.join(tunables)}")
+        matching = [value for value in tunables[name] if str(value).lower() == word.strip().lower()]
+        if not matching:
+            raise SpecError(f"{name} must be one of {', '.join(map(str, tunables[name]))}, not {word!r}")
+        fixed[name] = matching[0]
+    return fixed
+
+
+@dataclass(frozen=True)
+class Space:
+    """The legal configurations of one axis on one target.
+
+    values: tunable -> the values a search may take, in the order of declaration; a fixed tunable has one.
+    start: the configuration a search begins with, legal and inside `values`.
+    """
+
+    problem: AxisProblem
+    target: Target
+    values: Mapping[str, tuple[Value, ...]]
+    start: SequenceConfig
+
+    def legal(self, config: Config) -> bool:
+        """Whether the configuration is of this space, restrictions included."""
+        return (
+            isinstance(config, SequenceConfig)
+            and all(getattr(config, name) in values for name, values in self.values.items())
+            and not SequencePlan(self.problem, config).reasons(self.target)
+        )
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits that change with the space: a study of another digest is another study."""
+        text = json.dumps({"values": self.values, "target": self.target.arch, "problem": _identity(self.problem)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    @cached_property
+    def frugal(self) -> dict[str, Value]:
+        """Tunable -> the value that leaves the most room, found from the last tunable to the first on a fixed sample."""
+        draw = random.Random(0)
+        sample = [{name: draw.choice(values) for name, values in self.values.items()} for _ in range(_SAMPLE)]
+        found: dict[str, Value] = {}
+        for name in reversed(list(self.values)):
+            objections = {value: self._objections([{**context, **found, name: value} for context in sample]) for value in self.values[name]}
+            found[name] = min(self.values[name], key=lambda value: objections[value])
+        return found
+
+    def _objections(self, sample: Iterable[Mapping[str, Value]]) -> tuple[int, int]:
+        """How many objections a sample meets, and what it takes in shared memory and registers."""
+        plans = [SequencePlan(self.problem, SequenceConfig(**values)) for values in sample]  # type: ignore[arg-type]
+        objections = sum(len(plan.reasons(self.target)) for plan in plans)
+        return objections, sum(plan.shared_bytes + 4 * plan.registers * plan.threads for plan in plans)
+
+    def _reasons(self, values: Mapping[str, Value]) -> list[str]:
+        return SequencePlan(self.problem, SequenceConfig(**values)).reasons(self.target)  # type: ignore[arg-type]
+
+    def _can(self, chosen: Mapping[str, Value]) -> bool:
+        """Whether values for the first few tunables can be completed to a legal configuration."""
+        return not self._reasons({**self.frugal, **chosen})
+
+    def project(self, drawn: Mapping[str, Value]) -> SequenceConfig:
+        """The legal, canonical configuration near `drawn` (any value of the space per tunable); deterministic."""
+        chosen: dict[str, Value] = {}
+        for name, values in self.values.items():
+            wanted = values.index(drawn[name])
+            near = sorted(values, key=lambda value: (abs(values.index(value) - wanted), values.index(value)))
+            fitting = next((value for value in near if self._can({**chosen, name: value})), None)
+            if fitting is None:  # only before the first tunable: a later one always has its frugal value left
+                return self.start
+            chosen[name] = fitting
+        return self.canonical(SequenceConfig(**chosen))  # type: ignore[arg-type]
+
+    def canonical(self, config: SequenceConfig) -> SequenceConfig:
+        """The representative of the configurations that give the same machine code as `config`.
+
+        `min_blocks` acts through the cap on registers alone (CUDA C++ Programming Guide, "Launch Bounds"), so the least
+        value with the same cap stands for all; padding that moves no buffer stands as padding.
+        """
+        plan = SequencePlan(self.problem, config)
+        caps = {int(n): self._register_cap(plan.threads * int(n)) for n in self.values["min_blocks"]}
+        alike = replace(config, min_blocks=min(n for n in caps if caps[n] == caps[config.min_blocks]))
+        if not alike.padding and True in self.values["padding"]:
+            padded = replace(alike, padding=True)
+            if SequencePlan(self.problem, padded).layout == plan.layout:
+                return padded
+        return alike
+
+    def _register_cap(self, threads: int) -> int:
+        """Registers a thread may use when `threads` share a multiprocessor; the hardware grants them by eights."""
+        return min(self.target.registers_per_thread, self.target.registers_per_sm // threads // 8 * 8)
+
+    def enumerate(self) -> Iterator[SequenceConfig]:
+        """Every legal, canonical configuration once, in a fixed order."""
+        names = list(self.values)
+
+        def walk(chosen: dict[str, Value]) -> Iterator[SequenceConfig]:
+            if len(chosen) == len(names):
+                config = SequenceConfig(**chosen)  # type: ignore[arg-type]
+                if self.canonical(config) == config:
+                    yield config
+                return
+            name = names[len(chosen)]
+            for value in self.values[name]:
+                longer = {**chosen, name: value}
+                if self._can(longer):
+                    yield from walk(longer)
+
+        return walk({})
+
+    def count(self, limit: int) -> int:
+        """How many configurations there are, counting no further than `limit`."""
+        return sum(1 for _, _ in zip(range(limit), self.enumerate(), strict=False))
+
+    def neighbours(self, config: SequenceConfig) -> list[SequenceConfig]:
+        """The legal configurations that one tunable's change (and its projection) leads to, without repeats."""
+        here = config_values(config)
+        moved = [self.project({**here, name: value}) for name, values in self.values.items() for value in values if value != here[name]]
+        return [near for near in dict.fromkeys(moved) if near != config]
+
+    def random(self, draw: random.Random) -> SequenceConfig:
+        """The projection of a uniform draw."""
+        return self.project({name: draw.choice(values) for name, values in self.values.items()})
+
+
+def config_values(config: Config) -> dict[str, Value]:
+    """Tunable -> value, without the family."""
+    return {name: getattr(config, name) for name in type(config).tunables()}
+
+
+def _identity(problem: AxisProblem) -> list[Any]:
+    block = problem.block
+    return [block.dim, block.heads, block.height, block.width, block.batch, block.dtype, block.eps, problem.axis]
+
+
+def space(
+    problem: AxisProblem,
+    target: Target,
+    *,
+    fixed: Mapping[str, Value] | None = None,
+    tolerance: float = FP32_TOLERANCE,
+    dependent_launch: Sequence[bool] | None = None,
+) -> Space:
+    """The space of one axis.
+
+    fixed: tunables held at one value (see parse_fixed). tolerance: decides which arithmetics take part.
+    dependent_launch: its values; by default the target's best alone, for it only acts between the kernels of a pair.
+
+    Raises SpecError when nothing is legal, with the objections to the most frugal configuration.
+    """
+    values = dict(SequenceConfig.tunables())
+    maths = allowed_maths(tolerance)
+    values["math"] = tuple(m for m in values["math"] if m in maths)
+    values["dependent_launch"] = tuple(dependent_launch) if dependent_launch is not None else (target.dependent_launch,)
+    for name, value in (fixed or {}).items():
+        if name == "math" and value not in maths:
+            raise SpecError(f"math {value} cannot hold a tolerance of {tolerance:g}: relax it with --tolerance above {TF32_TOLERANCE:g}")
+        values[name] = (value,)
+    begin = default(problem, target) or default(problem, target, "ffma")
+    draft = Space(problem, target, values, begin or SequenceConfig())
+    if begin is not None and draft.legal(begin):
+        return replace(draft, start=draft.canonical(begin))
+    nearest = config_values(draft.start)
+    nearest = {name: nearest[name] if nearest[name] in options else options[0] for name, options in values.items()}
+    projected = draft.project(nearest)
+    if not draft.legal(projected):
+        given = ", ".join(f"{name}={value}" for name, value in (fixed or {}).items())
+        objections = draft._reasons(draft.frugal) or ["the values exclude each other"]
+        advice = "choose others with --fix" if given else "choose a smaller dim or a shorter axis"
+        raise SpecError(
+            f"no configuration of the {problem.axis} axis is legal{' with ' + given if given else ''} ({'; '.join(objections)}): {advice}"
+        )
+    return replace(draft, start=projected)
