@@ -6,6 +6,7 @@ module's own. One test runs the real thing, where nvcc is installed, against sta
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -47,8 +48,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def toolkit(tmp_path: Path) -> Path:
     """What the module takes for a CUDA toolkit."""
     nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.write_text("")
+    header = tmp_path / "toolkit" / "include" / "cuda_runtime.h"
+    for file in (nvcc, header):
+        file.parent.mkdir(parents=True)
+        file.write_text("")
     return tmp_path / "toolkit"
 
 
@@ -164,14 +167,14 @@ def test_what_a_build_depends_on_is_in_its_name(build, path: Path, toolkit: Path
     names = {module._library_name()}
     for target, name, value in (
         (torch, "__version__", "2.99.0"), (torch.version, "cuda", "99.0"), (module, "CUDA_SOURCE", "other"),
-        (module, "LAUNCH_SOURCE", "other"), (module, "_NVCC_FLAGS", ("-O0",)),
+        (module, "LAUNCH_SOURCE", "other"), (module, "_NVCC_FLAGS", ("-O0",)), (module, "SPEC", {}),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
             names.add(module._library_name())
     (toolkit / "bin" / "nvcc").write_text("a newer one")
     names.add(module._library_name())
-    assert len(names) == 7
+    assert len(names) == 8
     assert len(build().calls) == 1
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.99.0")
@@ -191,6 +194,20 @@ def test_a_damaged_library_is_built_again(build, tmp_path: Path) -> None:
     library.unlink()  # not written in place: this process has it mapped
     library.write_bytes(b"\x7fELF damaged")
     assert len(build().calls) == 1
+
+
+def test_modules_of_equal_kernels_do_not_share_a_library(tmp_path: Path) -> None:
+    """Blocks that differ in nothing but the batch they were tuned for: the source is the same, the registered op is not."""
+    first, second = (load_module(emitted.write(tmp_path, dataclasses.replace(emitted.SPEC, batch=batch))) for batch in (3, 5))
+    assert first.CUDA_SOURCE == second.CUDA_SOURCE
+    assert first._NAMESPACE != second._NAMESPACE and first._library_name() != second._library_name()
+
+
+def test_a_wrapper_without_headers_is_no_toolkit(build, toolkit: Path) -> None:
+    """/usr/local/bin/nvcc may be a script beside no headers: a build with it would fail later and say less."""
+    (toolkit / "include" / "cuda_runtime.h").unlink()
+    with pytest.raises(RuntimeError, match="nvcc was not found"):
+        build()
 
 
 def test_a_built_library_is_loaded_where_there_is_no_toolkit(build, monkeypatch: pytest.MonkeyPatch) -> None:
