@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from codegen.config import Config
 from codegen.kernelbench import acceptable, violations
-from codegen.render import Kernel, Source, environment
+from codegen.render import WEIGHTS, Kernel, Source, environment
 from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target, target
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, type[Config]] = {SequenceConfig.family: SequenceConfig}
 INDEX = "index.json"
-PARAMETERS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias")  # of one axis, as the kernels take them
 _WIDTH = 120
 
 
@@ -150,8 +149,10 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
     launch = env.get_template("module/launch.cu.j2").render(
         spec=spec,
         kernels=source.kernels,
-        parameters=[f"{axis}_{part}" for axis in spec.axes for part in PARAMETERS],
-        lines={axis: spec.problem(axis).lines for axis in spec.axes},
+        scratch=source.scratch,
+        calls=[_call(kernel, spec) for kernel in source.kernels],
+        parameters=[f"{axis}_{part}" for axis in spec.axes for part in WEIGHTS],
+        most=max(max(kernel.count(spec, 1), kernel.blocks(spec, 1)) for kernel in source.kernels),
     )
     for name, text in (("CUDA source", source.text), ("launch code", launch)):
         if "'''" in text or text.endswith("\\"):
@@ -171,6 +172,7 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         arch_literal=_literal(target.arch),
         configs_literal=_literal({axis: configs[axis].to_dict() for axis in spec.axes}),
         kernels_literal=_literal([dataclasses.asdict(kernel) for kernel in source.kernels]),
+        scratch_literal=_literal(dict(source.scratch)),
         provenance_literal=_literal({**dataclasses.asdict(provenance), "versions": dict(provenance.versions)}),
         cuda=source.text if source.text.endswith("\n") else source.text + "\n",
         launch=launch,
@@ -207,7 +209,7 @@ def read_module(path: Path | str) -> Emitted:
         raise SpecError(f"{path} cannot be read: {error.strerror or error}") from None
     except (SyntaxError, ValueError) as error:
         raise SpecError(f"{path} is not an emitted module: {str(error).splitlines()[0]}") from None
-    wanted = {"SPEC", "ARCH", "CONFIGS", "KERNELS", "PROVENANCE", "CUDA_SOURCE"}
+    wanted = {"SPEC", "ARCH", "CONFIGS", "KERNELS", "SCRATCH", "PROVENANCE", "CUDA_SOURCE"}
     found: dict[str, Any] = {}
     try:
         for node in tree.body:
@@ -219,11 +221,15 @@ def read_module(path: Path | str) -> Emitted:
         spec = BlockSpec(**{**found["SPEC"], "axes": tuple(found["SPEC"]["axes"])})
         configs = {axis: _config(found["CONFIGS"][axis]) for axis in spec.axes}
         kernels = tuple(_kernel(kernel) for kernel in found["KERNELS"])
-        if tuple(kernel.axis for kernel in kernels) != spec.axes:
+        scratch = tuple((name, int(elements)) for name, elements in found["SCRATCH"].items())
+        if tuple(dict.fromkeys(kernel.axis for kernel in kernels)) != spec.axes:
             raise SpecError(f"its kernels are not those of the axes {list(spec.axes)}")
+        for kernel in kernels:
+            if unknown := set(kernel.arguments) - {"x", "y", *WEIGHTS, *dict(scratch)}:
+                raise SpecError(f"kernel {kernel.name}: {unknown.pop()!r} is no argument")
         if not isinstance(found["CUDA_SOURCE"], str):
             raise SpecError("its CUDA_SOURCE is no text")
-        source = Source(spec, found["CUDA_SOURCE"].removeprefix("\n"), kernels)
+        source = Source(spec, found["CUDA_SOURCE"].removeprefix("\n"), kernels, scratch)
         return Emitted(path, spec, target(found["ARCH"]).arch, configs, source, Provenance(**found["PROVENANCE"]))
     except (AttributeError, KeyError, TypeError, ValueError, MemoryError, RecursionError) as error:
         raise SpecError(f"{path} is not an emitted module: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
@@ -308,9 +314,23 @@ def _config(data: Mapping[str, Any]) -> Config:
 def _kernel(data: Mapping[str, Any]) -> Kernel:
     kernel = Kernel(**data)
     for f in dataclasses.fields(kernel):
-        if type(getattr(kernel, f.name)).__name__ != f.type:
-            raise SpecError(f"kernel: {f.name} cannot be {getattr(kernel, f.name)!r}")
+        value = getattr(kernel, f.name)
+        fits = all(isinstance(name, str) for name in value) if f.name == "arguments" else type(value).__name__ == f.type
+        if not fits:
+            raise SpecError(f"kernel: {f.name} cannot be {value!r}")
     return kernel
+
+
+def _call(kernel: Kernel, spec: BlockSpec) -> str:
+    """The kernel's arguments in the launch code, the number of items last."""
+
+    def expression(argument: str) -> str:
+        tensor = kernel.tensor(spec, argument)
+        if argument in WEIGHTS:
+            return f"data({kernel.axis}_{argument})"
+        return {"x": "data(x)", "y": "out"}.get(tensor, tensor)
+
+    return ", ".join([*map(expression, kernel.arguments), kernel.items])
 
 
 def _literal(value: Any, indent: int = 0) -> str:

@@ -17,33 +17,57 @@ from codegen.spec import BlockSpec, SpecError
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 
+WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias")
+"""A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight."""
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """How one kernel of a source is launched: grid.x = ceil(sequences / sequences_per_block), `threads` threads and
-    `shared_bytes` of dynamic shared memory.
+    """How one kernel of a source is launched, and with what.
 
-    Every kernel has the signature (const float* x, float* y, const float* norm_weight, const float* norm_bias,
-    const float* qkv_weight, const float* out_weight, const float* out_bias, int sequences), where sequences is
-    batch * lines. It reads x and writes y, both (batch, height, width, dim) and contiguous; x may be y.
-    dependent_launch: it may be launched with programmatic stream serialization behind the block's previous kernel.
+    arguments: the tensors it takes, in order: "x" (what its axis reads: the block's input, or y where an earlier axis has
+        written), "y" (the block's output), one of WEIGHTS, or one of the source's scratch buffers. All start on 16 bytes and are
+        contiguous; x and y are (batch, height, width, dim). The last argument is an int, the number of items.
+    items: what that number counts, "sequences" (batch * lines) or "tokens" (batch * height * width).
+    items_per_block, blocks_per_group: grid.x is ceil(items / items_per_block) * blocks_per_group; the blocks of a group share items.
+    threads, shared_bytes: of a block; the shared memory is dynamic.
+    dependent_launch: it may be launched with programmatic stream serialization behind the kernel before it.
     """
 
     name: str
     axis: str
     threads: int
     shared_bytes: int
-    sequences_per_block: int
+    items_per_block: int
     dependent_launch: bool
+    arguments: tuple[str, ...] = ("x", "y", *WEIGHTS)
+    items: str = "sequences"
+    blocks_per_group: int = 1
+
+    def count(self, spec: BlockSpec, batch: int) -> int:
+        """The items of a batch: the kernel's last argument."""
+        return batch * (spec.problem(self.axis).lines if self.items == "sequences" else spec.height * spec.width)
+
+    def blocks(self, spec: BlockSpec, batch: int) -> int:
+        """Blocks of a launch."""
+        return -(-self.count(spec, batch) // self.items_per_block) * self.blocks_per_group
+
+    def tensor(self, spec: BlockSpec, argument: str) -> str:
+        """What `argument` is in the whole block: "x", "y", a scratch buffer's name, or a parameter's, e.g. row_norm.weight."""
+        if argument == "x" and self.axis != spec.axes[0]:
+            return "y"
+        return f"{self.axis}_{argument.replace('_', '.')}" if argument in WEIGHTS else argument
 
 
 @dataclass(frozen=True)
 class Source:
-    """A CUDA translation unit (device code alone) and its kernels in the order of launching: the first reads the
-    block's input, each writes the block's output, and each further one works on the output in place."""
+    """A CUDA translation unit (device code alone), its kernels in the order of launching, and the scratch buffers that they
+    pass data in: (name, elements for one image of the batch)."""
 
     spec: BlockSpec
     text: str
     kernels: tuple[Kernel, ...]
+    scratch: tuple[tuple[str, int], ...] = ()
 
     @property
     def digest(self) -> str:
@@ -93,7 +117,7 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
             axis=axis,
             threads=plan.threads,
             shared_bytes=plan.shared_bytes,
-            sequences_per_block=plan.config.sequences,
+            items_per_block=plan.config.sequences,
             dependent_launch=plan.config.dependent_launch and index > 0,
         )
         for index, (axis, plan) in enumerate(plans.items())

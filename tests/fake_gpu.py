@@ -32,14 +32,14 @@ class FakeGpu:
                 self.prepared.add(spec)
                 return Answer()
             case requests.Trial(entry):
-                assert entry.spec in self.prepared and entry.cubin[:4] == b"\x7fELF"
-                threads = entry.kernels[0].threads
+                assert entry.source.spec in self.prepared and entry.cubin[:4] == b"\x7fELF"
+                threads = entry.source.kernels[0].threads
                 if self.log:
                     with self.log.open("a") as log:
                         log.write(f"{threads}\n")
                 return self.trial(self.plan.get(threads, "good"), threads)
             case requests.Compare(entries, rounds):
-                return Answer(timings=tuple(Timing(float(e.kernels[0].threads), 0.5, samples=rounds) for e in entries))
+                return Answer(timings=tuple(Timing(float(e.source.kernels[0].threads), 0.5, samples=rounds) for e in entries))
             case requests.RunModule(path, spec):
                 assert spec in self.prepared
                 timing = Timing(9.0, 0.1, wall=30.0)

@@ -132,10 +132,9 @@ class Emulator:
         plan += [f"region {int(region.writable)} {region.words}" for region in regions]
         indices = {region.name: index for index, region in enumerate(regions)}
         for index, kernel in enumerate(self.source.kernels):
-            sequences = x.shape[0] * self.source.spec.problem(kernel.axis).lines
-            arguments = ["x" if index == 0 else "y", "y", *_parameters(kernel.axis)]
-            grid = -(-sequences // kernel.sequences_per_block)
-            plan.append(f"launch {index} {grid} {sequences} {' '.join(str(indices[name]) for name in arguments)}")
+            spec, batch = self.source.spec, x.shape[0]
+            used = (str(indices[kernel.tensor(spec, name)]) for name in kernel.arguments)
+            plan.append(f"launch {index} {kernel.blocks(spec, batch)} {kernel.count(spec, batch)} {' '.join(used)}")
         with tempfile.TemporaryDirectory(prefix="axialtune-") as folder:
             paths = [os.path.join(folder, name) for name in ("plan", "input", "output", "report")]
             Path(paths[0]).write_text("\n".join(plan) + "\n")
@@ -224,10 +223,6 @@ def _thread(thread: int) -> str:
     return f"{thread} (warp {thread // 32}, lane {thread % 32})"
 
 
-def _parameters(axis: str) -> list[str]:
-    return [f"{axis}_{name}" for name in ("norm.weight", "norm.bias", "qkv.weight", "out.weight", "out.bias")]
-
-
 def _regions(source: Source, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[list[_Region], list[Tensor]]:
     """The memory of a run and the content of its read-only part, both in the order of the plan."""
     spec = source.spec
@@ -243,6 +238,7 @@ def _regions(source: Source, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[
         regions.append(_Region(name, shape, False))
         tensors.append(tensor)
     regions.append(_Region("y", tuple(x.shape), True))
+    regions += (_Region(name, (x.shape[0], elements), True) for name, elements in source.scratch)
     return regions, tensors
 
 

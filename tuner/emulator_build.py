@@ -85,10 +85,11 @@ def build(source: Source, folder: Path, limit: float) -> Path:
 def translation_unit(source: Source) -> str:
     """Includes the emulated source as it is, between the host header and the launch table that runtime.h declares."""
     table = ",\n".join(
-        f'    {{"{k.name}", {k.name}, {k.threads}, {k.shared_bytes}, {str(k.dependent_launch).lower()}}}' for k in source.kernels
+        f'    {{"{k.name}", Entry<{k.name}>::run, {len(k.arguments)}, {k.threads}, {k.shared_bytes}, {str(k.dependent_launch).lower()}}}'
+        for k in source.kernels
     )
     return (
-        f'#include "{HEADER}"\n#include "{SOURCE_NAME}"\n#include "runtime.h"\n'
+        f'#include "{HEADER}"\n#include "{SOURCE_NAME}"\n#include "runtime.h"\n#include "entry.h"\n'
         f'extern "C" const emulator::Kernel emulator_kernels[] = {{\n{table}\n}};\n'
         f'extern "C" const int emulator_kernel_count = {len(source.kernels)};\n'
     )

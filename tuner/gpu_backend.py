@@ -159,7 +159,7 @@ class GpuBackend:
             if not outcome.ok:
                 raise ValueError(f"cannot be measured again: {outcome.status}: {outcome.cause}")
             source = render(outcome.candidate.spec, outcome.candidate.configs)
-            entries.append(requests.Entry(source.spec, source.kernels, self._compiling[source.digest].result().cubin))
+            entries.append(requests.Entry(source, self._compiling[source.digest].result().cubin))
         request = requests.Compare(tuple(entries), rounds)
         limit = self.limits.trial * len(entries) + 0.1 * rounds
         for _ in range(2):
@@ -227,7 +227,7 @@ class GpuBackend:
         except CompileError as error:
             return Outcome(candidate, error.status, str(error), source_digest=source.digest)
         start = time.perf_counter()
-        answer = self._ask(requests.Trial(requests.Entry(source.spec, source.kernels, compiled.cubin)), self.limits.trial)
+        answer = self._ask(requests.Trial(requests.Entry(source, compiled.cubin)), self.limits.trial)
         return Outcome(
             candidate,
             answer.status,
@@ -243,7 +243,7 @@ class GpuBackend:
         """The GPU worker's answer; what takes the worker down becomes a failed one."""
         try:
             if isinstance(request, requests.Trial):
-                self._prepare(request.entry.spec)
+                self._prepare(request.entry.source.spec)
             elif isinstance(request, requests.RunModule):
                 self._prepare(request.spec)
             answer: requests.Answer = self._gpu.call(request, limit)

@@ -104,14 +104,14 @@ class GpuWorker:
 
     def _trial(self, request: Trial) -> Answer:
         entry, start = request.entry, time.perf_counter()
-        loaded = Loaded(entry.spec, entry.kernels, entry.cubin)
+        loaded = Loaded(entry.source, entry.cubin)
         try:
-            check = self.verify(entry.spec, loaded)
+            check = self.verify(entry.source.spec, loaded)
             verified = time.perf_counter()
             seconds = {"verify": verified - start}
             if not check.ok:
                 return Answer("wrong", check.cause, _error(check), seconds=seconds)
-            timing = measure(self.inputs(entry.spec).bound(loaded), state=self._state)
+            timing = measure(self.inputs(entry.source.spec).bound(loaded), state=self._state)
             torch.cuda.synchronize()
             seconds["measure"] = time.perf_counter() - verified
             return Answer(error=_error(check), timings=(timing,), seconds=seconds)
@@ -119,7 +119,7 @@ class GpuWorker:
             loaded.unload()
 
     def _compare(self, request: Compare) -> Answer:
-        several = [Loaded(entry.spec, entry.kernels, entry.cubin) for entry in request.entries]
+        several = [Loaded(entry.source, entry.cubin) for entry in request.entries]
         try:
             forwards = [self.inputs(one.spec).bound(one) for one in several]
             return Answer(timings=tuple(measure_interleaved(forwards, request.rounds, state=self._state)))

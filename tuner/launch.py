@@ -6,6 +6,7 @@ Only for a worker process: a faulty kernel poisons the process's CUDA context.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,8 +15,7 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from codegen.reference import parameter_shapes
-from codegen.render import Kernel
-from codegen.spec import BlockSpec
+from codegen.render import Source
 
 _GUARD = 1024  # floats between two tensors of an arena: 4 KB, and a multiple of every alignment a kernel may ask for
 _STATIC_SHARED = 48 * 1024
@@ -44,14 +44,14 @@ class Loaded:
     Raises LaunchError when a kernel cannot be loaded or launched, MemoryFault when one writes outside its output.
     """
 
-    def __init__(self, spec: BlockSpec, kernels: tuple[Kernel, ...], cubin: bytes) -> None:
-        self.spec, self.kernels = spec, kernels
+    def __init__(self, source: Source, cubin: bytes) -> None:
+        self.spec, self.kernels, self.scratch = source.spec, source.kernels, source.scratch
         torch.cuda.current_stream()  # torch's context exists and is current in this thread
         torch.empty(1, device="cuda")
         self._module = _check(driver.cuModuleLoadData(cubin), "loading the compiled code")
         self._functions: list[Any] = []
         try:
-            for kernel in kernels:
+            for kernel in self.kernels:
                 function = _check(driver.cuModuleGetFunction(self._module, kernel.name.encode()), f"finding {kernel.name}")
                 if kernel.shared_bytes > _STATIC_SHARED:
                     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -68,15 +68,19 @@ class Loaded:
             driver.cuModuleUnload(self._module)
             self._module = None
 
-    def bind(self, x: Tensor, weights: Mapping[str, Tensor], y: Tensor) -> Callable[[], None]:
+    def bind(self, x: Tensor, weights: Mapping[str, Tensor], y: Tensor, scratch: Mapping[str, Tensor] | None = None) -> Callable[[], None]:
         """A forward that reads x and writes y, on whatever stream is torch's current when it is called.
 
-        All float32, contiguous, on the GPU: x and y (batch, height, width, dim), weights by the block's parameter names.
+        All float32, contiguous, on the GPU: x and y (batch, height, width, dim), weights by the block's parameter names, scratch
+        buffers by theirs (allocated here if None).
         """
         tensors = [x, y, *(weights[name] for name in parameter_shapes(self.spec))]
         if not all(t.is_cuda and t.is_contiguous() and t.dtype == torch.float32 for t in tensors):
             raise ValueError("x, y and weights must be contiguous float32 CUDA tensors")
-        launches = [self._launch(index, x if index == 0 else y, weights, y) for index in range(len(self.kernels))] if x.shape[0] else []
+        if scratch is None:
+            scratch = {name: torch.empty(x.shape[0] * elements, device=x.device) for name, elements in self.scratch}
+        named = {"x": x, "y": y, **weights, **scratch}
+        launches = [self._launch(index, named) for index in range(len(self.kernels))] if x.shape[0] else []
 
         def forward() -> None:
             stream = torch.cuda.current_stream().cuda_stream
@@ -84,14 +88,13 @@ class Loaded:
                 config.hStream = stream
                 _check(driver.cuLaunchKernelEx(config, function, parameters, 0), f"launching {name}")
 
-        forward.tensors = tensors  # type: ignore[attr-defined]  # they live as long as the pointers to them
+        forward.tensors = named  # type: ignore[attr-defined]  # they live as long as the pointers to them
         return forward
 
-    def _launch(self, index: int, source: Tensor, weights: Mapping[str, Tensor], y: Tensor) -> tuple[Any, Any, int, str, Any]:
-        kernel = self.kernels[index]
-        sequences = y.shape[0] * self.spec.problem(kernel.axis).lines
+    def _launch(self, index: int, named: Mapping[str, Tensor]) -> tuple[Any, Any, int, str, Any]:
+        kernel, batch = self.kernels[index], named["x"].shape[0]
         config = driver.CUlaunchConfig()
-        config.gridDimX = -(-sequences // kernel.sequences_per_block)
+        config.gridDimX = kernel.blocks(self.spec, batch)
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX = kernel.threads
         config.sharedMemBytes = kernel.shared_bytes
@@ -101,30 +104,32 @@ class Loaded:
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs = [attribute]
             config.numAttrs = 1
-        names = ("norm.weight", "norm.bias", "qkv.weight", "out.weight", "out.bias")
-        pointers = [source, y, *(weights[f"{kernel.axis}_{name}"] for name in names)]
-        values = [*(ctypes.c_void_p(t.data_ptr()) for t in pointers), ctypes.c_int(sequences)]
+        pointers = [named[kernel.tensor(self.spec, name)].data_ptr() for name in kernel.arguments]
+        values = [*map(ctypes.c_void_p, pointers), ctypes.c_int(kernel.count(self.spec, batch))]
         array = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         return config, self._functions[index], ctypes.addressof(array), kernel.name, (array, values)
 
     def __call__(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """One forward in an arena of NaN: what is not written stays NaN, what is read outside a tensor is NaN, and a write
         outside y is found."""
-        used = {name: weights[name] for name in parameter_shapes(self.spec)}
-        parts = [x, *used.values()]
-        sizes = [-(-t.numel() // _GUARD) * _GUARD + _GUARD for t in (*parts, x)]
-        arena = torch.full((_GUARD + sum(sizes),), float("nan"), device="cuda")
-        offset, views = _GUARD, []
-        for tensor, size in zip((*parts, x), sizes, strict=True):
-            views.append(arena[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += size
-        for view, tensor in zip(views[:-1], parts, strict=True):
-            view.copy_(tensor)
-        before, y = arena.clone(), views[-1]
-        self.bind(views[0], dict(zip(used, views[1:-1], strict=True)), y)()
+        used = {"x": x, **{name: weights[name] for name in parameter_shapes(self.spec)}}
+        shapes = {name: tuple(t.shape) for name, t in used.items()} | {"y": tuple(x.shape)}
+        shapes |= {name: (x.shape[0] * elements,) for name, elements in self.scratch}
+        sizes = {name: -(-math.prod(shape) // _GUARD) * _GUARD + _GUARD for name, shape in shapes.items()}
+        arena = torch.full((_GUARD + sum(sizes.values()),), float("nan"), device="cuda")
+        offset, views = _GUARD, {}
+        for name, shape in shapes.items():
+            views[name] = arena[offset : offset + math.prod(shape)].view(shape)
+            offset += sizes[name]
+        for name, tensor in used.items():
+            views[name].copy_(tensor)
+        before, y = arena.clone(), views["y"]
+        scratch = {name: views[name] for name, _ in self.scratch}
+        self.bind(views["x"], views, y, scratch)()
         torch.cuda.synchronize()
         result = y.clone()
-        y.fill_(float("nan"))
+        for written in (y, *scratch.values()):
+            written.fill_(float("nan"))
         if not torch.equal(arena.view(torch.int32), before.view(torch.int32)):
             raise MemoryFault("a kernel wrote outside its output")
         return result.to(x.device)

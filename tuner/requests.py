@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from codegen.render import Kernel
+from codegen.render import Source
 from codegen.spec import BlockSpec
 from tuner.trial import OK, Timing
 
@@ -22,8 +22,7 @@ class Prepare:
 class Entry:
     """A compiled source."""
 
-    spec: BlockSpec
-    kernels: tuple[Kernel, ...]
+    source: Source
     cubin: bytes
 
 

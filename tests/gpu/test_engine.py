@@ -132,7 +132,7 @@ def test_dead_branch_half_output_and_lost_barriers_are_rejected(backend):
 
     (kernel,) = source.kernels
     half = dataclasses.replace(
-        source, text=source.text + "// half\n", kernels=(dataclasses.replace(kernel, sequences_per_block=2 * kernel.sequences_per_block),)
+        source, text=source.text + "// half\n", kernels=(dataclasses.replace(kernel, items_per_block=2 * kernel.items_per_block),)
     )
     outcome = backend.evaluate_source(one, half)
     assert outcome.status == "wrong" and "not finite" in outcome.cause

@@ -197,9 +197,7 @@ void release(std::uint32_t mask) {
 }
 
 static void run_thread() {
-    const Arguments& a = arguments;
-    float* const* p = a.pointers;
-    here.kernel->entry(p[0], p[1], p[2], p[3], p[4], p[5], p[6], a.sequences);
+    here.kernel->entry(arguments.pointers, arguments.items);
     Warp& warp = warps[here.thread / lanes];
     const std::uint32_t self = 1u << here.thread % lanes;
     set_waiting(State::ended, "its end", 0);

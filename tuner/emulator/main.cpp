@@ -5,7 +5,7 @@
 //   races 0|1
 //   limit SECONDS
 //   region WRITABLE WORDS          in order; read-only regions lie one after another in the input file, writable ones begin as NaN
-//   launch KERNEL GRID SEQUENCES R0 R1 R2 R3 R4 R5 R6   (indices of regions, one for each pointer)
+//   launch KERNEL GRID ITEMS REGION...   (indices of regions, one for each pointer the kernel takes)
 // The output is the content of the first writable region. Exit codes: 0 done, 3 a report was written, 1 anything else.
 #include <cstdio>
 #include <cstdlib>
@@ -18,7 +18,7 @@
 using namespace emulator;
 
 struct Launch {
-    int kernel, grid, sequences, regions[7];
+    int kernel, grid, items, regions[max_pointers];
 };
 
 static void need(bool condition, const char* text) {
@@ -54,9 +54,10 @@ int main(int count, char** values) {
             writable.push_back(write);
         } else if (!std::strcmp(word, "launch")) {
             Launch l;
-            int* r = l.regions;
-            need(std::fscanf(plan, "%d %d %d %d %d %d %d %d %d %d", &l.kernel, &l.grid, &l.sequences, r, r + 1, r + 2, r + 3, r + 4, r + 5, r + 6) == 10, "bad launch");
+            need(std::fscanf(plan, "%d %d %d", &l.kernel, &l.grid, &l.items) == 3, "bad launch");
             need(l.kernel >= 0 && l.kernel < emulator_kernel_count, "no such kernel");
+            need(emulator_kernels[l.kernel].pointers <= max_pointers, "too many arguments");
+            for (int i = 0; i < emulator_kernels[l.kernel].pointers; ++i) need(std::fscanf(plan, "%d", &l.regions[i]) == 1, "bad launch");
             launches.push_back(l);
         } else {
             need(false, "unknown item in the plan");
@@ -85,8 +86,8 @@ int main(int count, char** values) {
         here.grid = launch.grid;
         here.threads = here.kernel->threads;
         Arguments arguments;
-        for (int i = 0; i < 7; ++i) arguments.pointers[i] = region_data(launch.regions[i]);
-        arguments.sequences = launch.sequences;
+        for (int i = 0; i < here.kernel->pointers; ++i) arguments.pointers[i] = region_data(launch.regions[i]);
+        arguments.items = launch.items;
         begin_launch();
         for (here.block = 0; here.block < here.grid; ++here.block) run_block(arguments);
     }

@@ -11,18 +11,21 @@ constexpr int max_warps = max_threads / lanes;
 constexpr std::size_t max_shared_bytes = 256 * 1024;
 constexpr std::size_t stack_bytes = 256 * 1024;  // of one thread, its guard page included
 
-// The launch table that stands behind the emulated source, one entry a kernel (see codegen/render.py for the signature).
+constexpr int max_pointers = 24;
+
+// The launch table that stands behind the emulated source, one entry a kernel (see codegen/render.py for the arguments).
 struct Kernel {
     const char* name;
-    void (*entry)(const float*, float*, const float*, const float*, const float*, const float*, const float*, int);
+    void (*entry)(void* const* pointers, int items);
+    int pointers;
     int threads;
     std::size_t shared_bytes;
     bool dependent_launch;
 };
 
 struct Arguments {
-    float* pointers[7];
-    int sequences;
+    void* pointers[max_pointers];
+    int items;
 };
 
 // Who runs. Blocks run one after another, so one of these is enough. thread is -1 outside of kernels.
