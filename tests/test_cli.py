@@ -177,7 +177,14 @@ def test_verify_names_the_stage_of_a_planted_fault(call, tuned: Path, tmp_path: 
 def test_ctrl_c_reaches_the_whole_process_group_and_still_leaves_a_module(tmp_path: Path) -> None:
     endless = ("--trials", "500", "--budget", "500", "--fresh")
     command = [sys.executable, "-u", str(ROOT / "cli.py"), "tune", *SMALL, "--arch", "sm_90", "--out", str(tmp_path), *endless]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs, and their children, ignore it
+    )
     records = tmp_path / "records" / "axial_d16_h2_5x16_b2_fp32_sm90_predicted.jsonl"
     limit = time.monotonic() + 60
     while time.monotonic() < limit and process.poll() is None and not (records.is_file() and records.read_text().count("\n") >= 2):

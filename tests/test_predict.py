@@ -11,10 +11,11 @@ import pytest
 from codegen.sequence import MATHS, SequencePlan
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
-from tuner.predict import NAMES, Calibration, Parts, Sample, blocks_per_sm, calibration, fit, parts, predict, quality, samples, spearman
-from tuner.records import Machine, Record
+from tuner.predict import STARTING, Calibration, Sample, calibration, fit, origin_of, predict, quality, regret, samples, spearman
+from tuner.records import Machine, Record, Records
 from tuner.space import space
 from tuner.trial import Candidate, Outcome, Resources, Timing
+from tuner.work import NAMES, Parts, blocks_per_sm, parts
 
 H200 = target("sm_90")
 SEED = BlockSpec()
@@ -77,9 +78,9 @@ def _population(count: int, seed: int = 0) -> list[Parts]:
 
 
 def test_fit_recovers_the_coefficients_of_exact_times() -> None:
-    truth = Calibration(dict(zip(NAMES, (1.0, 1.5, 0.0, 0.7, 2.0, 0.5, 3.0, 0.25), strict=True)), "truth")
+    truth = Calibration(dict(zip(NAMES, (1.0, 1.5, 0.0, 0.7, 2.0, 0.5, 3.0, 0.25, 1.0), strict=True)), "truth")
     data = [Sample(p, truth.microseconds(p)) for p in _population(80)]
-    found = fit(data, "test")
+    found = fit(data, "test", prior=0.0)
     assert all(abs(found.microseconds(s.parts) / s.measured - 1.0) < 0.01 for s in data)
     assert all(c >= 0.0 for c in found.coefficients.values())
     assert quality(data, found) > 0.999
@@ -87,10 +88,17 @@ def test_fit_recovers_the_coefficients_of_exact_times() -> None:
 
 def test_fit_ranks_noisy_times_better_than_the_starting_values() -> None:
     draw = random.Random(2)
-    truth = Calibration(dict(zip(NAMES, (1.0, 0.1, 0.1, 0.1, 3.0, 3.0, 5.0, 0.1), strict=True)), "truth")
+    truth = Calibration(dict(zip(NAMES, (1.0, 0.1, 0.1, 0.1, 3.0, 3.0, 5.0, 0.1, 2.0), strict=True)), "truth")
     data = [Sample(p, truth.microseconds(p) * draw.lognormvariate(0.0, 0.05)) for p in _population(80, 1)]
     train, test = data[:40], data[40:]
     assert quality(test, fit(train, "test")) > max(0.9, quality(test, calibration()))
+
+
+def test_a_part_that_the_measurements_say_nothing_about_keeps_its_starting_value() -> None:
+    data = [Sample(replace(p, grid=0.0, spill=0.0), 1.5 + p.serial) for p in _population(40)]
+    found = fit(data, "test").coefficients
+    assert found["grid"] == pytest.approx(STARTING["grid"]) and found["spill"] == pytest.approx(STARTING["spill"])
+    assert found["serial"] == pytest.approx(1.0, abs=0.2)
 
 
 def test_fit_needs_enough_samples() -> None:
@@ -118,6 +126,64 @@ def test_samples_take_what_was_measured_with_known_resources() -> None:
     ]
     found = samples(Record.now(outcome, Machine("sm_90", "H200", "580")) for outcome in outcomes)
     assert [s.measured for s in found] == [7.0]
+
+
+def recorded(axis: str) -> list[Sample]:
+    """A sample of the trials of one axis that the search measured on an H200: every second one in the order of their times."""
+    records = Records(Path(__file__).parent / "data" / "h200_seed.jsonl")
+    found = samples(r for r in records.read() if r.outcome.candidate.spec.axes == (axis,))
+    assert len(found) == 30 and not records.notes
+    return found
+
+
+@pytest.mark.parametrize("axis, other", [("row", "col"), ("col", "row")])
+def test_ranks_the_measured_trials_of_an_axis_after_a_fit_to_those_of_the_other(axis: str, other: str) -> None:
+    held_out, by = recorded(axis), fit(recorded(other), "the other axis")
+    assert quality(held_out, by) > 0.92
+    assert quality([s for s in held_out if s.measured < 10.0], by) > 0.7  # the fast ones alone, which are harder to tell apart
+    assert regret(held_out, by, among=5) < 0.05
+
+
+@pytest.mark.parametrize("axis", ["row", "col"])
+def test_the_committed_calibration_finds_a_fast_one_among_the_measured_trials(axis: str) -> None:
+    assert quality(recorded(axis)) > 0.92
+    assert regret(recorded(axis)) < 0.15
+    assert regret(recorded(axis), among=5) < 0.05
+
+
+def test_the_committed_calibration_predicts_times_and_not_only_ranks() -> None:
+    data = recorded("row") + recorded("col")
+    errors = sorted(abs(calibration().microseconds(s.parts) / s.measured - 1.0) for s in data)
+    assert errors[len(errors) // 2] < 0.1
+
+
+def test_regret_is_what_the_first_choices_cost() -> None:
+    by = Calibration(dict.fromkeys(NAMES, 1.0), "test")
+    zero = Parts(**dict.fromkeys(NAMES, 0.0))
+    data = [Sample(replace(zero, serial=serial), measured) for serial, measured in ((1.0, 6.0), (2.0, 5.0), (3.0, 9.0))]
+    assert regret(data, by) == pytest.approx(0.2) and regret(data, by, among=2) == 0.0
+
+
+def test_the_origin_names_blocks_gpu_driver_and_day() -> None:
+    found = Records(Path(__file__).parent / "data" / "h200_seed.jsonl").read()
+    expected = "fitted to 60 measured trials of d64_h4_32x32_col_fp32, d64_h4_32x32_row_fp32 (NVIDIA H200, driver 580.159.04; 2026-11-29)"
+    assert origin_of(found) == expected
+
+
+def test_halves_need_fewer_products_and_no_splitting_at_use() -> None:
+    halves, floats = (parts(plan(math=math), resources(), H200) for math in ("fp16x3", "tf32x3"))
+    assert halves.tensor == pytest.approx(floats.tensor / 2)
+    assert halves.serial < floats.serial and halves.issue < floats.issue
+
+
+def test_fewer_warps_have_longer_to_go_one_after_another() -> None:
+    few, many = (parts(plan(warps=warps), resources(), H200) for warps in (2, 8))
+    assert few.serial > 2 * many.serial
+
+
+def test_weights_that_are_not_prefetched_are_waited_for() -> None:
+    waits = [parts(plan(prefetch=prefetch), resources(), H200).wait for prefetch in ("none", "qkv", "both")]
+    assert waits == sorted(waits, reverse=True) and waits[0] > waits[2]
 
 
 def test_the_committed_calibration_is_valid_and_states_its_origin() -> None:

@@ -242,7 +242,7 @@ def bench_module(file: Path, index: int | None) -> tuple[list[tuple[str, Timing]
 
 def calibrate(paths: Sequence[Path], write: bool) -> str:
     """`calibrate`: fits the model and says how well the old and the new coefficients rank the records."""
-    from tuner.predict import CALIBRATION, calibration, fit, quality, samples
+    from tuner.predict import CALIBRATION, calibration, fit, origin_of, quality, samples
 
     found = []
     for path in paths:
@@ -250,8 +250,7 @@ def calibrate(paths: Sequence[Path], write: bool) -> str:
             raise SpecError(f"{path} is not a file of records")
         found += Records(path).read()
     data = samples(found)
-    cards = ", ".join(sorted({record.machine.gpu for record in found if record.machine.gpu}))
-    fitted = fit(data, f"fitted to {len(data)} measured trials on {cards}")
+    fitted = fit(data, origin_of(found))
     text = f"{len(data)} measured trials; rank correlation {quality(data, calibration()):.3f} before, {quality(data, fitted):.3f} after"
     if not write:
         return text + "\nnothing written: --write replaces the calibration"

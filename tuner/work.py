@@ -1,0 +1,191 @@
+"""What a kernel of the `sequence` family has to do, counted from its plan: instructions, products, bytes and waits.
+
+Counts follow templates/: a stage's instructions are those of its busiest warp (which nothing can overlap) and of its block
+(which share a multiprocessor's four schedulers). Latencies, and how much of them other warps hide, are rounded from what
+fits trials on an H200. What the counts are worth in time is for tuner/predict.py to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from codegen.sequence import SequencePlan
+from codegen.target import Target
+from tuner.trial import Resources
+
+_L2_CYCLES, _L1_CYCLES = 300, 35
+_L2_BYTES_PER_CYCLE = 64  # that one multiprocessor draws from L2
+_SCHEDULERS = 4  # of a multiprocessor, each issuing one instruction a cycle
+_TILE_FLOP = 2 * 16 * 8 * 8
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one kernel's time, in microseconds at the card's nominal rates.
+
+    launch: 1; tensor: products on tensor cores; issue: all instructions of a multiprocessor; serial: those of the busiest
+    warp, one a cycle; shared: wavefronts; wait: round trips to memory; grid: x and y; weights: from L2; spill: local memory.
+    """
+
+    launch: float
+    tensor: float
+    issue: float
+    serial: float
+    shared: float
+    wait: float
+    grid: float
+    weights: float
+    spill: float
+
+
+NAMES = tuple(f.name for f in fields(Parts))
+
+
+@dataclass(frozen=True)
+class _Math:
+    """Instructions of a warp, for tiles of 16 rows, 8 columns and 8 indices of the sum.
+
+    product: one tile product; load_a: operand A's tile (16 x 8), weights: 8 x 8 weights read 2 at a time, key, value: 8 x 8 of
+    these; share: handing a tile of attention weights to the lanes that need it; split_a, split_b: splitting or rounding a
+    tile of A or B at each use; split_pair: splitting two values of a lane when they are stored, or when weights are read.
+    """
+
+    product: float
+    load_a: float = 1.0
+    weights: float = 1.0
+    key: float = 0.5
+    value: float = 2.0
+    share: float = 0.0
+    split_a: float = 0.0
+    split_b: float = 0.0
+    split_pair: float = 0.0
+
+
+_MATHS = {
+    "ffma": _Math(product=32.0, load_a=4.0, weights=8.0, key=4.0, value=8.0, share=16.0),
+    "tf32": _Math(product=1.0, split_a=4.0, split_b=2.0),
+    "tf32x3": _Math(product=3.0, split_a=8.0, split_b=4.0),
+    # mma.m16n8k16 takes 16 indices at once; operands are split once, when stored: pack, unpack, subtract, scale, pack
+    "fp16x3": _Math(product=1.5, value=0.5, split_pair=7.0),
+}
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage of one block. warp, block: instructions of the busiest warp and of all; wait: cycles of latency that the busiest
+    warp cannot hide; tiles: tile products; wavefronts: of shared memory; weight_bytes: read from L2."""
+
+    warp: float
+    block: float
+    wait: float
+    tiles: float = 0.0
+    wavefronts: float = 0.0
+    weight_bytes: float = 0.0
+
+
+def blocks_per_sm(plan: SequencePlan, registers: int, target: Target) -> int:
+    """Blocks a multiprocessor holds at once (CUDA C++ Programming Guide, "Hardware Multithreading"); at least 1.
+
+    Registers are granted to a warp in units of 256, shared memory comes with 1 KB a block of the system's own.
+    """
+    per_warp = math.ceil(max(registers, 16) * 32 / 256) * 256
+    return max(
+        1,
+        min(
+            target.blocks_per_sm,
+            target.threads_per_sm // plan.threads,
+            target.registers_per_sm // (per_warp * plan.config.warps),
+            target.shared_per_sm // (plan.shared_bytes + 1024),
+        ),
+    )
+
+
+def parts(plan: SequencePlan, resources: Resources, target: Target) -> Parts:
+    """The parts of the time of one kernel that `resources` were compiled for."""
+    c, stages = plan.config, tuple(_stages(plan))
+    busiest = math.ceil(plan.blocks / target.sms)  # blocks of the multiprocessor that gets the most
+    resident = min(blocks_per_sm(plan, resources.registers, target), busiest)
+    waves = math.ceil(busiest / resident)
+    cycle = 1.0 / target.clock  # microseconds
+    products = sum(s.tiles for s in stages) * (_MATHS[c.math].product if plan.tensor_cores else 0.0)
+    tokens = plan.problem.sequences * plan.problem.length
+    readings = 2.5 if c.residual == "reload" else 2.0  # of x, and the writing of y; the second reading of x hits L2
+    return Parts(
+        launch=1.0,
+        tensor=busiest * products * _TILE_FLOP / (target.tf32_tflops * 1e6 / target.sms),
+        issue=busiest * sum(s.block for s in stages) / _SCHEDULERS * cycle,
+        serial=waves * sum(s.warp for s in stages) * cycle,
+        shared=busiest * sum(s.wavefronts for s in stages) * cycle,
+        wait=waves * sum(s.wait for s in stages) * cycle,
+        grid=4 * tokens * plan.dim * readings / (target.bandwidth * 1e3),
+        weights=busiest * sum(s.weight_bytes for s in stages) / _L2_BYTES_PER_CYCLE * cycle,
+        spill=busiest * resources.local_bytes * plan.threads / 128 * cycle,
+    )
+
+
+def _stages(plan: SequencePlan) -> Iterator[_Stage]:
+    c = plan.config
+    yield _normalisation(plan)
+    yield _product(plan, plan.qkv_tiles, c.qkv_rows, c.qkv_columns, plan.padded_dim, c.fragment, c.prefetch != "none", "normed", True)
+    yield _attention(plan)
+    yield _product(plan, plan.out_tiles, c.out_rows, c.out_columns, plan.inner, 2, c.prefetch == "both", "query", False)
+
+
+def _conflicts(plan: SequencePlan, buffer: str) -> float:
+    """Mean extra wavefronts of one warp-wide access to a buffer."""
+    found = plan.layout[buffer].conflicts().values()
+    return sum(found) / len(found) if found else 0.0
+
+
+def _normalisation(plan: SequencePlan) -> _Stage:
+    c, cost, vector = plan.config, _MATHS[plan.config.math], plan.norm_vector
+    turns = math.ceil(plan.rows / 2 * c.norm_lanes / plan.threads)
+    steps = math.ceil(plan.padded_dim / (c.norm_lanes * vector))
+    reductions = 2 * 2 * math.log2(c.norm_lanes)  # of two sums over two tokens
+    stores = steps * vector / 2
+    instructions = 2 * steps * (2 + 6 * vector) + 2 * reductions + 20 + stores * (4 + 2 * cost.split_pair)
+    wavefronts = stores * (4 + _conflicts(plan, "normed"))
+    return _Stage(turns * instructions, turns * c.warps * instructions, turns * _L2_CYCLES, wavefronts=turns * c.warps * wavefronts)
+
+
+def _product(
+    plan: SequencePlan, column_tiles: int, rows: int, columns: int, depth: int, fragment: int, prefetched: bool, operand: str, splits: bool
+) -> _Stage:
+    """A product with weights, in units of `rows` x `columns` tiles summed over `depth`; splits: its result is the next operand."""
+    c, cost, steps = plan.config, _MATHS[plan.config.math], depth // 8
+    row_groups, column_groups = plan.row_tiles // rows, column_tiles // columns
+    across = plan.warps_across(column_groups)
+    down = c.warps // across
+    column_turns, row_turns = math.ceil(column_groups / across), math.ceil(row_groups / down)
+    hold = c.weights == "hold"
+    read = columns * steps * (1.5 * cost.weights * 2 / fragment + cost.split_pair)  # loads with addresses
+    unit = steps * (rows * (cost.load_a + cost.split_a) + columns * cost.split_b + rows * columns * cost.product)
+    unit += rows * columns * ((6 + 2 * cost.split_pair) if splits else 12)
+    units, readers = row_groups * column_groups, min(down, row_groups) if hold else row_groups
+    if hold:
+        warp, block = column_turns * (row_turns * unit + read), units * unit + column_groups * readers * read
+        # Loads of a fill go out together, and other warps hide most of the wait.
+        wait = 0.2 * _L2_CYCLES * (column_turns - prefetched)
+    else:
+        warp, block = column_turns * row_turns * (unit + read), units * (unit + read)
+        wait = column_turns * row_turns * steps * (2 / fragment) * _L1_CYCLES
+    if not splits and c.residual == "reload":
+        wait += 0.1 * _L2_CYCLES * column_turns * row_turns
+    wavefronts = units * rows * (steps * (4 + _conflicts(plan, operand)) + 4 * columns * splits)
+    return _Stage(warp, block, wait, units * rows * columns * steps, wavefronts, column_groups * columns * 8 * depth * 4 * readers)
+
+
+def _attention(plan: SequencePlan) -> _Stage:
+    c, cost = plan.config, _MATHS[plan.config.math]
+    units = plan.row_tiles * plan.problem.block.heads
+    turns, steps = math.ceil(units / c.warps), plan.padded_length // c.key_tile
+    keys, head = c.key_tile // 8, plan.padded_head_dim // 8
+    scores = head * (cost.load_a + cost.split_a + keys * (cost.key + cost.split_b + cost.product))
+    weighted = keys * (cost.share + cost.split_a + 2 * cost.split_pair + head * (cost.value + cost.split_b + cost.product))
+    softmax = 14 * keys + 2 * (8 + 2 * head)
+    unit = steps * (scores + softmax + weighted) + 20 + head * (6 + 2 * cost.split_pair)
+    tiles = 2 * units * (plan.padded_length // 8) * head
+    per_tile = 2 + _conflicts(plan, "key") / 2 + _conflicts(plan, "value")
+    return _Stage(turns * unit, units * unit, 0.0, tiles, tiles * per_tile + 8 * units * head)
