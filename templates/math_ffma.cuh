@@ -9,13 +9,18 @@ struct Ffma : FloatFragments {
     float values[2][2];
   };
 
+  template <int F>
+  using Raw = Operand<F>;
+
   template <int F, typename LoadB>
-  static __device__ __forceinline__ Operand<F> fetch(int tile, int step, int lane, LoadB load_b) {
-    Operand<F> operand;
+  static __device__ __forceinline__ Raw<F> read(int tile, int step, int lane, LoadB load_b) {
+    Raw<F> raw;
 #pragma unroll
-    for (int which = 0; which < 2; ++which) load_b(tile, 2 * (lane % 4) + which, 2 * step, operand.values[which]);
-    return operand;
+    for (int which = 0; which < 2; ++which) load_b(tile, 2 * (lane % 4) + which, 2 * step, raw.values[which]);
+    return raw;
   }
+
+  static __device__ __forceinline__ Operand<2> pack(const Raw<2>& raw) { return raw; }
 
   // acc += a b for two indices of the sum: a holds (g, k), (g+8, k), (g, k'), (g+8, k'), b (k, k') of the lane's columns.
   template <int ROWS, int COLUMNS>

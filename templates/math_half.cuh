@@ -28,23 +28,27 @@ struct HalfCore {
     Words pair[2];
   };
 
+  template <int F>
+  struct Raw {
+    float values[2][2];
+  };
+
   // load_b(tile, column, index, to) reads F neighbouring values of a column of operand B.
   template <int F, typename LoadB>
-  static __device__ __forceinline__ Operand<F> fetch(int tile, int step, int lane, LoadB load_b) {
-    Operand<F> operand;
+  static __device__ __forceinline__ Raw<F> read(int tile, int step, int lane, LoadB load_b) {
+    Raw<F> raw;
     if constexpr (F == 4) {
-      float values[4];
-      load_b(tile, lane / 4, 16 * step + 4 * (lane % 4), values);
-      operand.pair[0] = split(values[0], values[1]), operand.pair[1] = split(values[2], values[3]);
+      load_b(tile, lane / 4, 16 * step + 4 * (lane % 4), reinterpret_cast<float(&)[4]>(raw.values));
     } else {
 #pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        float values[2];
-        load_b(tile, lane / 4, 16 * step + 8 * which + 2 * (lane % 4), values);
-        operand.pair[which] = split(values[0], values[1]);
-      }
+      for (int which = 0; which < 2; ++which) load_b(tile, lane / 4, 16 * step + 8 * which + 2 * (lane % 4), raw.values[which]);
     }
-    return operand;
+    return raw;
+  }
+
+  template <int F>
+  static __device__ __forceinline__ Operand<F> pack(const Raw<F>& raw) {
+    return {split(raw.values[0][0], raw.values[0][1]), split(raw.values[1][0], raw.values[1][1])};
   }
 
   // The sums of products with a rest, which are SCALE times too large until they are added.

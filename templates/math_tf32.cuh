@@ -8,13 +8,20 @@ struct TensorCore : FloatFragments {
     static constexpr int STEP = 4 * F;  // indices of the sum that a tile takes in one step
     float values[F];
   };
+  template <int F>
+  using Raw = Operand<F>;
 
   // load_b(tile, column, index, to) reads F neighbouring values of a column of operand B.
   template <int F, typename LoadB>
-  static __device__ __forceinline__ Operand<F> fetch(int tile, int step, int lane, LoadB load_b) {
-    Operand<F> operand;
-    load_b(tile, lane / 4, step * 4 * F + F * (lane % 4), operand.values);
-    return operand;
+  static __device__ __forceinline__ Raw<F> read(int tile, int step, int lane, LoadB load_b) {
+    Raw<F> raw;
+    load_b(tile, lane / 4, step * 4 * F + F * (lane % 4), raw.values);
+    return raw;
+  }
+
+  template <int F>
+  static __device__ __forceinline__ Operand<F> pack(const Raw<F>& raw) {
+    return raw;
   }
 
   static __device__ __forceinline__ float rest(float value) { return value - __uint_as_float(__float_as_uint(value) & 0xffffe000u); }

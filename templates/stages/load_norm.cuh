@@ -21,34 +21,53 @@ struct NormWeights {  // of the channels that a lane serves
   }
 };
 
+// Tokens g and g+8 of a row tile, as far as a lane reads them; the block takes several turns where it has more tokens.
 template <typename C>
-__device__ __forceinline__ void load_and_normalise(const float* x, const NormWeights<C>& weights, int first, int sequences, float* shared) {
-  constexpr int LANES = NormWeights<C>::LANES, VEC = NormWeights<C>::VEC, STEPS = NormWeights<C>::STEPS;
-  const int lane = threadIdx.x % LANES;
-  constexpr int PAIRS = C::ROWS / 2, AT_ONCE = C::THREADS / LANES;
-#pragma unroll 1
-  for (int turn = 0; turn < ceil_div(PAIRS, AT_ONCE); ++turn) {
-    const int pair = threadIdx.x / LANES + turn * AT_ONCE, row_tile = pair / 8, g = pair % 8;
-    if (PAIRS % AT_ONCE != 0 && pair >= PAIRS) break;
-    float values[2][STEPS][VEC] = {}, mean[2], inverse[2];
+struct TokenPair {
+  static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = NormWeights<C>::STEPS;
+  static constexpr int PAIRS = C::ROWS / 2, AT_ONCE = C::THREADS / LANES, TURNS = ceil_div(PAIRS, AT_ONCE);
+  float values[2][STEPS][VEC];
+
+  static __device__ __forceinline__ int index(int turn) { return threadIdx.x / LANES + turn * AT_ONCE; }
+
+  __device__ __forceinline__ void load_turn(const float* x, int turn, int first, int sequences) {
+    const int row_tile = index(turn) / 8, g = index(turn) % 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g, token = row % C::PADDED_LENGTH, sequence = first + row / C::PADDED_LENGTH;
-      if (token < C::LENGTH && sequence < sequences) {
-        const float* from = x + C::offset(sequence, token);
+      const bool real = (PAIRS % AT_ONCE == 0 || index(turn) < PAIRS) && token < C::LENGTH && sequence < sequences;
+      const float* from = x + (real ? C::offset(sequence, token) : 0);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-          const int channel = (step * LANES + lane) * VEC;
-          if constexpr (C::DIM % VEC == 0) {
-            if (channel < C::DIM) load(values[half][step], from + channel);
-          } else {
+      for (int step = 0; step < STEPS; ++step) {
+        const int channel = (step * LANES + threadIdx.x % LANES) * VEC;
 #pragma unroll
-            for (int i = 0; i < VEC; ++i)
-              if (channel + i < C::DIM) values[half][step][i] = from[channel + i];
-          }
+        for (int i = 0; i < VEC; ++i) values[half][step][i] = 0.0f;
+        if constexpr (C::DIM % VEC == 0) {
+          if (real && channel < C::DIM) load(values[half][step], from + channel);
+        } else {
+#pragma unroll
+          for (int i = 0; i < VEC; ++i)
+            if (real && channel + i < C::DIM) values[half][step][i] = from[channel + i];
         }
       }
     }
+  }
+};
+
+// `tokens` holds the first turn's; each further turn's are read while the one before is normalised.
+template <typename C>
+__device__ __forceinline__ void load_and_normalise(const float* x, TokenPair<C>& tokens, const NormWeights<C>& weights, int first, int sequences, float* shared) {
+  using Pair = TokenPair<C>;
+  constexpr int LANES = Pair::LANES, VEC = Pair::VEC, STEPS = Pair::STEPS;
+  const int lane = threadIdx.x % LANES;
+#pragma unroll 1
+  for (int turn = 0; turn < Pair::TURNS; ++turn) {
+    Pair next;
+    if (turn + 1 < Pair::TURNS) next.load_turn(x, turn + 1, first, sequences);
+    const int row_tile = Pair::index(turn) / 8, g = Pair::index(turn) % 8;
+    if (Pair::PAIRS % Pair::AT_ONCE != 0 && Pair::index(turn) >= Pair::PAIRS) break;
+    float(&values)[2][STEPS][VEC] = tokens.values;
+    float mean[2], inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g;
@@ -90,5 +109,6 @@ __device__ __forceinline__ void load_and_normalise(const float* x, const NormWei
         }
       }
     }
+    if constexpr (Pair::TURNS > 1) tokens = next;
   }
 }

@@ -97,7 +97,8 @@ struct OutProduct {
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
       const int group = warp % ACROSS + turn * ACROSS;
       if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
-      if (!PREFETCHED || turn > 0) held.fill(lane, Load{weight, group});
+      if (!PREFETCHED || turn > 0) held.read(lane, Load{weight, group});
+      held.pack();
       rows(shared, x, y, bias, first, sequences, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
     }
   }
@@ -111,7 +112,7 @@ struct OutProduct {
       const int group = warp % ACROSS + turn * ACROSS;
       if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
       rows(shared, x, y, bias, first, sequences, group, warp, lane,
-           [&](int j, int step) { return Math::template fetch<2>(j, step, lane, Load{weight, group}); });
+           [&](int j, int step) { return Math::pack(Math::template read<2>(j, step, lane, Load{weight, group})); });
     }
   }
 };

@@ -1,5 +1,5 @@
 // Stage 2: q, k and v of the block's tokens. Warps stand ACROSS side by side over groups of column tiles; the others take
-// further rows. Each head's columns are padded to PADDED_HEAD_DIM, and a column tile lies in one head of one of q, k, v.
+// further rows. Tile j of a group is COLUMN_GROUPS tiles from its tile j-1. Each head's columns are padded to PADDED_HEAD_DIM, and a column tile lies in one head of one of q, k, v.
 template <typename C>
 struct QkvProduct {
   using Math = typename C::Math;
@@ -14,7 +14,7 @@ struct QkvProduct {
 
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, float (&to)[C::FRAGMENT]) const {
       constexpr int F = C::FRAGMENT;
-      const int column = (group * C::QKV_COLUMNS + j) * 8 + within_tile;
+      const int column = (j * COLUMN_GROUPS + group) * 8 + within_tile;
       int row = column;
       bool real = true;
       if constexpr (C::HEAD_DIM < C::PADDED_HEAD_DIM) {
@@ -45,7 +45,9 @@ struct QkvProduct {
       Math::template product<C::PADDED_DIM, C::FRAGMENT, C::NORMED_PAGE>(acc, shared + C::NORMED + first_tile * C::NORMED_PAGES * C::NORMED_PAGE, lane, operand);
 #pragma unroll
       for (int j = 0; j < C::QKV_COLUMNS; ++j) {
-        const int column = group * C::QKV_COLUMNS + j, which = column / STEPS, step = column % STEPS;
+        constexpr int EACH = C::QKV_COLUMNS / 3;  // a group with as many tiles of q as of k and v knows which is which
+        const int which = C::QKV_COLUMNS % 3 == 0 ? j / (EACH > 0 ? EACH : 1) : (j * COLUMN_GROUPS + group) / STEPS;
+        const int step = j * COLUMN_GROUPS + group - which * STEPS;
 #pragma unroll
         for (int i = 0; i < C::QKV_ROWS; ++i) {
           if (which == 0)
@@ -67,7 +69,8 @@ struct QkvProduct {
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
       const int group = warp % ACROSS + turn * ACROSS;
       if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
-      if (!PREFETCHED || turn > 0) held.fill(lane, Load{weight, group});
+      if (!PREFETCHED || turn > 0) held.read(lane, Load{weight, group});
+      held.pack();
       rows(shared, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
     }
   }
@@ -79,7 +82,7 @@ struct QkvProduct {
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
       const int group = warp % ACROSS + turn * ACROSS;
       if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
-      rows(shared, group, warp, lane, [&](int j, int step) { return Math::template fetch<C::FRAGMENT>(j, step, lane, Load{weight, group}); });
+      rows(shared, group, warp, lane, [&](int j, int step) { return Math::pack(Math::template read<C::FRAGMENT>(j, step, lane, Load{weight, group})); });
     }
   }
 };
