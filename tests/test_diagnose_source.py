@@ -34,7 +34,7 @@ MUTANTS = {
         "transposed weight (each of q, k and v)",
     ),
     "eps": (r"EPSILON = [^;]*;", r"EPSILON = 1e-6f;", "LayerNorm", "eps is 1e-06, not 1e-05"),
-    "swapped k and v": (r"which = column / STEPS", r"which = (3 - column / STEPS) % 3", "QKV product", "k and v swapped"),
+    "swapped k and v": (r"else if \(which == 1\)", r"else if (which == 2)", "QKV product", "k and v swapped"),
     "no residual": (r" \+ residual\[i\]\[j\]\[2 \* half( \+ 1)?\]", r"", "residual", "x is not added"),
     "unnormalised softmax": (r"__fdividef\(1\.0f, group_sum<4>\(sum\[\d\]\)\)", r"1.0f", "softmax", "not normalised"),
     "head order": (
