@@ -196,7 +196,7 @@ def write_module(directory: Path | str, source: Source, configs: Mapping[str, Co
     """
     text = module_text(source, configs, provenance, target)
     path = Path(directory) / module_name(source.spec, target.arch, not provenance.measured)
-    _replace(path, text)
+    replace_file(path, text)
     return path
 
 
@@ -300,7 +300,7 @@ def update_index(directory: Path | str) -> Path:
         for emitted in list_modules(directory)
     ]
     path = Path(directory) / INDEX
-    _replace(path, json.dumps(entries, indent=2) + "\n")
+    replace_file(path, json.dumps(entries, indent=2) + "\n")
     return path
 
 
@@ -359,7 +359,7 @@ def _wrapped(text: str, indent: str = " " * 9) -> str:
     return "\n".join(textwrap.wrap(text, _WIDTH - len(indent), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Writes `text` to `path` at once: readers see the old file or the new one, never a part."""
     temporary = ""
     try:

@@ -78,10 +78,14 @@ class Forms:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="pytorch-form")
         self._built: dict[str, Future[None]] = {name: self._threads.submit(self._build, worker) for name, worker in self._workers.items()}
 
+    def wait(self) -> None:
+        """Returns when every form is built, or is known to be missing."""
+        wait(self._built.values())
+
     def timings(self) -> dict[str, Timing]:
         """Form -> Timing, in the order of the names; waits for the builds, then measures one form after another."""
         found: dict[str, Timing] = {}
-        wait(self._built.values())  # nothing is measured while another form still compiles
+        self.wait()  # nothing is measured while another form still compiles
         for name, worker in self._workers.items():
             try:
                 self._built[name].result()
