@@ -1,0 +1,34 @@
+"""`python -m benchmarks.once FILE`: calls a module a few times, and nothing else, for a profiler to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def main(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An emitted module.")],
+    calls: Annotated[int, typer.Option(min=1, help="Forwards.")] = 5,
+) -> None:
+    """Call a module with random input on the present GPU."""
+    import torch
+
+    from codegen.module import load_module, read_module
+    from codegen.reference import random_input, random_weights
+
+    spec = read_module(file).spec
+    dtype = getattr(torch, spec.dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+    model = load_module(file).ModelNew(spec.dim, spec.heads, spec.height, spec.width).to("cuda", dtype)
+    model.load_state_dict(random_weights(spec, generator))
+    x = random_input(spec, generator).to(dtype)
+    with torch.no_grad():
+        for _ in range(calls):
+            model(x)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    typer.run(main)
