@@ -18,13 +18,15 @@ import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from codegen.config import Config
-from codegen.kernelbench import acceptable, violations
+from codegen.kernelbench import violations
+from codegen.library import FORMS, KERNELS, LibraryConfig
+from codegen.provenance import Provenance
 from codegen.render import WEIGHTS, Kernel, Source, environment
 from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec, SpecError
@@ -33,91 +35,14 @@ from codegen.target import Target, target
 if TYPE_CHECKING:
     from torch import Tensor
 
-FAMILIES: dict[str, type[Config]] = {SequenceConfig.family: SequenceConfig}
+FAMILIES: dict[str, type[Config]] = {family.family: family for family in (SequenceConfig, LibraryConfig)}
 INDEX = "index.json"
 _WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Provenance:
-    """How a module came about.
-
-    measured: whether its configuration was chosen by measuring; otherwise it is predicted. date: ISO 8601. command: what
-    was run. versions: name -> version of everything else that mattered. partial: the search was interrupted.
-    Times are microseconds for one forward of the tuned batch, None where unknown: device_us and spread_us (median and
-    spread of CUDA graph replays), cold_us (L2 flushed), wall_us (host), default_us (device, default configuration),
-    pytorch_us (device, the best PyTorch form, whose name is pytorch_form), predicted_us (model). error: against float64,
-    over the output's scale.
-    """
-
-    measured: bool
-    command: str = ""
-    date: str = ""
-    gpu: str = ""
-    driver: str = ""
-    torch: str = ""
-    cuda: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    device_us: float | None = None
-    spread_us: float | None = None
-    cold_us: float | None = None
-    wall_us: float | None = None
-    default_us: float | None = None
-    pytorch_us: float | None = None
-    pytorch_form: str = ""
-    predicted_us: float | None = None
-    error: float | None = None
-    partial: bool = False
-    note: str = ""
-
-    def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if f.name in ("measured", "partial"):
-                right = isinstance(value, bool)
-            elif f.name == "versions":
-                right = isinstance(value, Mapping) and all(isinstance(part, str) for item in value.items() for part in item)
-            elif f.default is None:
-                right = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-            else:
-                right = isinstance(value, str)
-            if not right:
-                raise SpecError(f"provenance: {f.name} cannot be {value!r}")
-
-    def acceptable(self) -> Provenance:
-        """The same with its free text made acceptable to KernelBench's text check."""
-        texts: dict[str, Any] = {f.name: acceptable(getattr(self, f.name)) for f in dataclasses.fields(self) if f.default == ""}
-        return dataclasses.replace(self, versions={acceptable(k): acceptable(v) for k, v in self.versions.items()}, **texts)
-
-    def lines(self) -> list[str]:
-        """What the header of a module says, one statement a line."""
-        where = self.gpu or "a GPU that was not named"
-        said = [f"Measured on {where}." if self.measured else "Predicted: chosen by a model, not measured on a GPU."]
-        if self.partial:
-            said.append("Partial: the search was interrupted, and this is the best it had verified.")
-        times = (
-            ("device time", self.device_us, f" +- {self.spread_us:.2f}" if self.spread_us is not None else ""),
-            ("device time, L2 flushed", self.cold_us, ""),
-            ("wall time of a call", self.wall_us, ""),
-            ("default configuration, device time", self.default_us, ""),
-            (f"PyTorch ({self.pytorch_form or 'best form'}), device time", self.pytorch_us, ""),
-            ("predicted device time", self.predicted_us, ""),
-        )
-        said += [f"    {name}: {value:.2f}{more} us" for name, value, more in times if value is not None]
-        if self.error is not None:
-            said.append(f"    error against float64: {self.error:.1e} of the output's scale")
-        if self.command:
-            said.append(f"Command: {self.command}")
-        named = {"driver": self.driver, "torch": self.torch, "CUDA": self.cuda, **self.versions}
-        said.append(", ".join([f"Written {self.date}" if self.date else "Written", *(f"{k} {v}" for k, v in named.items() if v)]) + ".")
-        if self.note:
-            said.append(self.note)
-        return said
-
-
-@dataclass(frozen=True)
 class Emitted:
-    """A module as read from its file."""
+    """A module as read from its file. use: what ModelNew computes with on CUDA, KERNELS or one of PyTorch's FORMS."""
 
     path: Path
     spec: BlockSpec
@@ -125,6 +50,14 @@ class Emitted:
     configs: Mapping[str, Config]
     source: Source
     provenance: Provenance
+    use: str = KERNELS
+
+    @property
+    def family(self) -> str:
+        """The family of what ModelNew uses: `library`, or that of the kernels; of each axis where they differ."""
+        if self.use != KERNELS:
+            return LibraryConfig.family
+        return " + ".join(dict.fromkeys(config.family for config in self.configs.values()))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -140,9 +73,12 @@ def module_name(spec: BlockSpec, arch: str, predicted: bool) -> str:
     return f"axial_{spec.name}_{target(arch).arch.replace('_', '')}{'_predicted' if predicted else ''}.py"
 
 
-def module_text(source: Source, configs: Mapping[str, Config], provenance: Provenance, target: Target) -> str:
-    """The module as text. SpecError when KernelBench's text check would reject it, or when it is no Python."""
+def module_text(source: Source, configs: Mapping[str, Config], provenance: Provenance, target: Target, use: str = KERNELS) -> str:
+    """The module as text; it holds the kernels whatever it uses. SpecError when KernelBench's text check would reject it, or when
+    it is no Python."""
     spec = source.spec
+    if use not in (KERNELS, *FORMS):
+        raise SpecError(f"a module cannot use {use!r}: choose one of {', '.join((KERNELS, *FORMS))}")
     provenance = provenance.acceptable()
     axes = {("row", "col"): "row attention, then column attention", ("row",): "row attention", ("col",): "column attention"}[spec.axes]
     env = environment()
@@ -170,6 +106,8 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         figures="\n".join(_wrapped(line, "") for line in provenance.lines()).replace("\\", "/").replace('"', "'"),
         spec_literal=_literal(dataclasses.asdict(spec)),
         arch_literal=_literal(target.arch),
+        use=use,
+        forms_literal=_literal(FORMS),
         configs_literal=_literal({axis: configs[axis].to_dict() for axis in spec.axes}),
         kernels_literal=_literal([dataclasses.asdict(kernel) for kernel in source.kernels]),
         scratch_literal=_literal(dict(source.scratch)),
@@ -188,13 +126,21 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
     return text
 
 
-def write_module(directory: Path | str, source: Source, configs: Mapping[str, Config], provenance: Provenance, target: Target) -> Path:
+def write_module(
+    directory: Path | str,
+    source: Source,
+    configs: Mapping[str, Config],
+    provenance: Provenance,
+    target: Target,
+    use: str = KERNELS,
+) -> Path:
     """Writes the module of `source` into `directory` (made if missing), at once and whole, and returns its path.
 
+    use: what ModelNew computes with on CUDA, KERNELS or one of PyTorch's FORMS; the kernels are in the file either way.
     A predicted module has a name of its own and so never replaces a measured one. SpecError when the folder cannot be
     written or the text would be no acceptable module; nothing is left behind then.
     """
-    text = module_text(source, configs, provenance, target)
+    text = module_text(source, configs, provenance, target, use)
     path = Path(directory) / module_name(source.spec, target.arch, not provenance.measured)
     replace_file(path, text)
     return path
@@ -209,7 +155,7 @@ def read_module(path: Path | str) -> Emitted:
         raise SpecError(f"{path} cannot be read: {error.strerror or error}") from None
     except (SyntaxError, ValueError) as error:
         raise SpecError(f"{path} is not an emitted module: {str(error).splitlines()[0]}") from None
-    wanted = {"SPEC", "ARCH", "CONFIGS", "KERNELS", "SCRATCH", "PROVENANCE", "CUDA_SOURCE"}
+    wanted = {"SPEC", "ARCH", "CONFIGS", "KERNELS", "SCRATCH", "PROVENANCE", "CUDA_SOURCE", "USE"}
     found: dict[str, Any] = {}
     try:
         for node in tree.body:
@@ -229,8 +175,10 @@ def read_module(path: Path | str) -> Emitted:
                 raise SpecError(f"kernel {kernel.name}: {unknown.pop()!r} is no argument")
         if not isinstance(found["CUDA_SOURCE"], str):
             raise SpecError("its CUDA_SOURCE is no text")
+        if found["USE"] not in (KERNELS, *FORMS):
+            raise SpecError(f"its USE is {found['USE']!r}")
         source = Source(spec, found["CUDA_SOURCE"].removeprefix("\n"), kernels, scratch)
-        return Emitted(path, spec, target(found["ARCH"]).arch, configs, source, Provenance(**found["PROVENANCE"]))
+        return Emitted(path, spec, target(found["ARCH"]).arch, configs, source, Provenance(**found["PROVENANCE"]), found["USE"])
     except (AttributeError, KeyError, TypeError, ValueError, MemoryError, RecursionError) as error:
         raise SpecError(f"{path} is not an emitted module: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
 
@@ -288,6 +236,8 @@ def update_index(directory: Path | str) -> Path:
             "file": emitted.path.name,
             "spec": dataclasses.asdict(emitted.spec),
             "arch": emitted.arch,
+            "family": emitted.family,
+            "use": emitted.use,
             "gpu": emitted.provenance.gpu,
             "measured": emitted.provenance.measured,
             "partial": emitted.provenance.partial,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from codegen.config import Config
+from codegen.library import KERNELS
 from codegen.module import Provenance, load_module, write_module
 from codegen.reference import Model, random_input, random_weights, reference
 from codegen.render import Source, render
@@ -40,10 +41,10 @@ def rendered(spec: BlockSpec, goal: Target) -> tuple[Source, dict[str, Config]]:
     return render(spec, configs), configs
 
 
-def write(directory: Path, spec: BlockSpec = SPEC, arch: str = "sm_90", provenance: Provenance = PREDICTED) -> Path:
+def write(directory: Path, spec: BlockSpec = SPEC, arch: str = "sm_90", provenance: Provenance = PREDICTED, use: str = KERNELS) -> Path:
     goal = target(arch)
     source, configs = rendered(spec, goal)
-    return write_module(directory, source, configs, provenance, goal)
+    return write_module(directory, source, configs, provenance, goal, use)
 
 
 def on_cpu(path: Path) -> ModuleType:

@@ -9,14 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from codegen.config import Config
+from codegen.library import KERNELS
+from codegen.module import read_module
 from codegen.render import Source, render
 from codegen.spec import BlockSpec
+from codegen.target import target
 from tuner.compile import Compiled, CompileError
+from tuner.deliver import deliver, records_file
 from tuner.gpu_backend import ModuleTiming
-from tuner.records import Machine
+from tuner.progress import Silent
+from tuner.records import Machine, Records
 from tuner.trial import OK, Candidate, Outcome, Resources, Timing
+from tuner.tune import TuneOptions, TuneResult, tune
 
 HERE = Machine("sm_90", "Replayed H200", "580.1", {"torch": "2.11", "cuda": "13.0", "nvrtc": "13.0"})
+SPEC = BlockSpec(dim=32, heads=2, height=16, width=32, batch=2)
 
 
 def _unit(text: str) -> float:
@@ -38,7 +45,8 @@ def cost(config: Config, salt: int) -> float:
 @dataclass
 class FakeBackend:
     """salt: which table; fails: configuration -> (status, cause) or None; interrupt_at: the evaluations at which Ctrl-C strikes;
-    ahead: how many candidates are taken before the first outcome; spread: of every timing; deployed: what becomes of the module."""
+    ahead: how many candidates are taken before the first outcome; spread: of every timing; deployed: what becomes of the module;
+    compiled: microseconds of PyTorch's best form; library: what becomes of a module that uses it; built: what built modules used."""
 
     salt: int = 0
     fails: Callable[[Config], tuple[str, str] | None] = lambda config: None
@@ -48,6 +56,9 @@ class FakeBackend:
     machine: Machine = HERE
     deployed: str = OK
     times: Callable[[Config], float] | None = None
+    compiled: float = 72.0
+    library: ModuleTiming | None = None
+    built: list[str] = field(default_factory=list)
     digests: bool = False
     asked: list[Candidate] = field(default_factory=list)
     closed: bool = False
@@ -82,10 +93,13 @@ class FakeBackend:
         return [self._timing(candidate) for candidate in candidates]
 
     def pytorch(self, spec: BlockSpec) -> dict[str, Timing]:
-        return {"eager": Timing(90.0, 1.0, wall=600.0), "compile": Timing(72.0, 1.0, wall=100.0)}
+        return {"eager": Timing(90.0, 1.0, wall=600.0), "torch.compile": Timing(self.compiled, 1.0, wall=100.0)}
 
     def module(self, path: Path, spec: BlockSpec) -> ModuleTiming:
         assert path.is_file()
+        self.built.append(read_module(path).use)
+        if self.library is not None and self.built[-1] != KERNELS:
+            return self.library
         if self.deployed != OK:
             return ModuleTiming(self.deployed, "planted")
         return ModuleTiming(OK, "", 1e-6, Timing(18.0, 0.1, 25.0, 30.0))
@@ -119,3 +133,13 @@ class InstantCompilers:
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+def options(tmp_path: Path, spec: BlockSpec = SPEC, **more) -> TuneOptions:
+    made = TuneOptions(**{"spec": spec, "target": target("sm_90"), "out": tmp_path, "trials": 8, "command": "python cli.py tune", **more})
+    return TuneOptions(**{**made.__dict__, "records": Records(records_file(made, predicted=False))})
+
+
+def run(tmp_path: Path, backend: FakeBackend, **more) -> tuple[TuneResult, Silent]:
+    reporter = Silent()
+    return tune(options(tmp_path, **more), backend, reporter, deliver), reporter

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from codegen.config import Config
+from codegen.library import FORMS
 from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec
 from codegen.target import Target
@@ -72,6 +73,16 @@ def choose_measured(outcomes: Sequence[Outcome], timings: Sequence[Timing], defa
     if gain <= noise:
         return Choice(base, base, f"nothing beats the default configuration by more than the spread ({gain:.2f} us, spread {noise:.2f} us)")
     return Choice(best, base, f"beats the default configuration by {gain:.2f} us (spread {noise:.2f} us)")
+
+
+def unbeaten_form(kernels: Timing, pytorch: Mapping[str, Timing]) -> tuple[str, Timing] | None:
+    """PyTorch's fastest form by device time, and its name, unless the kernels beat it by more than the larger of both spreads."""
+    known = {name: timing for name, timing in pytorch.items() if name in FORMS}
+    if not known:
+        return None
+    name, form = min(known.items(), key=lambda item: item[1].device)
+    beaten = form.device - kernels.device > max(form.spread, kernels.spread)
+    return None if beaten else (name, form)
 
 
 def prefer_predicted(outcomes: Sequence[Outcome], default: Candidate) -> list[Outcome]:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
+from codegen.library import FORMS
 from codegen.spec import BlockSpec
 from tuner.trial import Timing
 from tuner.worker import Worker, WorkerError
 
-FORMS = ("eager", "SDPA", "torch.compile", "torch.compile + SDPA")
 _MEASURE_SECONDS = 60.0
 
 

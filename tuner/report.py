@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from codegen.library import KERNELS
 from codegen.module import Emitted
 from tuner.deliver import best_form, outcome_row
 from tuner.doctor import Ability, Finding
@@ -27,6 +28,9 @@ def closing(console: Console, options: TuneOptions, result: TuneResult, measured
     else:
         console.print(_results(result, measured))
         console.print(result.choice.reason[:1].upper() + result.choice.reason[1:] + ".", markup=False, highlight=False)
+    if result.delivery is not None and result.delivery.use != KERNELS:
+        use = result.delivery.use
+        console.print(f"No kernel beats PyTorch's {use} form by more than the noise: the module uses that form.", highlight=False)
     for line in causes(result.failed):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     if result.delivery is not None:
@@ -56,7 +60,9 @@ def _results(result: TuneResult, measured: bool) -> Table:
     rows.append(outcome_row("winner", result.choice.winner))
     if result.delivery is not None and result.delivery.timing is not None and measured and not result.interrupted:
         timing = result.delivery.timing
-        rows.append(("winner, module as deployed", timing.device, timing.wall or None, result.delivery.error))
+        use = result.delivery.use
+        name = "winner, module as deployed" if use == KERNELS else f"module as deployed, PyTorch's {use}"
+        rows.append((name, timing.device, timing.wall or None, result.delivery.error))
     base = next((device for _, device, _, _ in rows if device), None)
     for name, device, wall, error in rows:
         gain = f"{base / device:.2f}x" if base and device else "-"
@@ -80,8 +86,8 @@ def bench_table(rows: Sequence[tuple[str, Timing]]) -> Table:
 def modules_table(modules: Iterable[Emitted]) -> Table:
     """One row per module."""
     table = Table()
-    for heading in ("module", "arch", "chosen on", "device us", "PyTorch us", "speed-up", "error"):
-        table.add_column(heading, justify="left" if heading in ("module", "arch", "chosen on") else "right", overflow="fold")
+    for heading in ("module", "arch", "chosen on", "uses", "device us", "PyTorch us", "speed-up", "error"):
+        table.add_column(heading, justify="left" if heading in ("module", "arch", "chosen on", "uses") else "right", overflow="fold")
     for module in modules:
         p = module.provenance
         device = p.device_us if p.measured else p.predicted_us
@@ -92,6 +98,7 @@ def modules_table(modules: Iterable[Emitted]) -> Table:
             module.path.name,
             module.arch,
             where + (", partial" if p.partial else ""),
+            module.family + (f" ({module.use})" if module.use != KERNELS else ""),
             shown,
             _us(p.pytorch_us),
             gain,

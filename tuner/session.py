@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from codegen.library import KERNELS
 from codegen.render import Source, render
 from codegen.sequence import SequenceConfig, SequencePlan
 from codegen.spec import BlockSpec, SpecError, valid_name
@@ -190,7 +191,7 @@ def verify_module(file: Path, on: str, gpu: int | None, seed: int, tolerance: fl
     try:
         check = Checker(spec, seed, tolerance=tolerance)(runner)
         if check.ok:
-            where = "emulator" if on == "cpu" else "GPU"
+            where = "emulator" if on == "cpu" else "GPU" if emitted.use == KERNELS else f"GPU, PyTorch's {emitted.use} form, which it uses"
             return Verdict(True, f"agrees with the float64 reference: error {check.error:.1e} of the output's scale ({where})")
         found = diagnose(spec, runner, seed)
     except EmulationError as error:

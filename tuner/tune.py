@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from codegen.config import Value
+from codegen.library import FORMS, KERNELS, LibraryConfig
 from codegen.render import render
 from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec
@@ -22,7 +23,7 @@ from tuner.progress import Reporter
 from tuner.records import Machine, Record, Records
 from tuner.search import Known, Search, SearchOptions
 from tuner.space import FP32_TOLERANCE, Space, space
-from tuner.trial import Candidate, Outcome, Timing
+from tuner.trial import OK, Candidate, Outcome, Timing
 
 SEARCH_SHARE = 0.7
 """Of the budget, for the searches; the rest is for trying the best together."""
@@ -63,12 +64,14 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Delivery:
-    """The written module. timing, error: as deployed (None when not measured); wall_grad: microseconds a call with grad mode on."""
+    """The written module. timing, error: as deployed (None when not measured); wall_grad: microseconds a call with grad mode on;
+    use: what it computes with, the kernels or one of PyTorch's forms."""
 
     path: Path
     timing: Timing | None = None
     error: float | None = None
     wall_grad: float = 0.0
+    use: str = KERNELS
 
 
 Deliver = Callable[["TuneOptions", Choice, Mapping[str, Timing], bool, TuningBackend], Delivery]
@@ -223,6 +226,10 @@ class _Tuning:
             return
         self.reporter.stage("measuring PyTorch's forms of the block")
         self.pytorch = form(self.options.spec)
+        for name, timing in self.pytorch.items():
+            if name in FORMS:
+                library = Candidate(self.options.spec, dict.fromkeys(self.options.spec.axes, LibraryConfig(name)))
+                self._keep(Outcome(library, OK, timing=timing))
         for name, why in getattr(self.backend, "pytorch_failures", {}).items():
             self.reporter.note(f"PyTorch {name} could not be measured: {why}")
         self.reporter.baseline(None, {name: timing.device for name, timing in self.pytorch.items()})
