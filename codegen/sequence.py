@@ -213,7 +213,7 @@ class SequencePlan:
             ),
             (self.shared_bytes <= target.shared_per_block, f"{self.shared_bytes} bytes of shared memory exceed {target.shared_per_block}"),
             (
-                blocks * (self.shared_bytes + RESERVED_SHARED) <= target.shared_per_sm,
+                blocks == 1 or blocks * (self.shared_bytes + RESERVED_SHARED) <= target.shared_per_sm,  # one block: as above
                 f"{blocks} x {self.shared_bytes} bytes of shared memory exceed {target.shared_per_sm} a multiprocessor",
             ),
             (self.registers <= registers, f"about {self.registers} registers a thread exceed the {registers} there are"),

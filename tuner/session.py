@@ -16,7 +16,7 @@ from codegen.spec import BlockSpec, SpecError, valid_name
 from codegen.target import Target, target
 from tuner.gpu import Gpu, obstacle, visible_gpu
 from tuner.records import Records
-from tuner.space import FP32_TOLERANCE, parse_fixed, space
+from tuner.space import FP32_TOLERANCE, parse_fixed, spaces
 from tuner.storage import open_storage
 from tuner.trial import Timing
 
@@ -74,8 +74,7 @@ def run(request: Request, console: Console) -> int:
     fixed = parse_fixed(request.fix)
     gpu, why = usable_gpu(request.gpu, request.arch)
     to = gpu.target if gpu is not None else target(request.arch or DEFAULT_ARCH)
-    for axis in request.spec.axes:
-        space(request.spec.problem(axis), to, fixed=fixed, tolerance=request.tolerance)  # refuses at once what cannot be
+    spaces(request.spec, to, fixed=fixed, tolerance=request.tolerance)  # refuses at once what cannot be
     _writable(request.out)
     options = TuneOptions(
         request.spec,
@@ -150,10 +149,10 @@ def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
     """`render`: the source of the default configuration with some tunables set. SpecError when that is not legal."""
     fixed = parse_fixed(settings)
     configs = {}
-    for axis in spec.axes:
-        problem = spec.problem(axis)
-        tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
-        asked: SequenceConfig = replace(space(problem, to, tolerance=tolerance).start, **fixed)  # type: ignore[arg-type]
+    tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
+    for axis, here in spaces(spec, to, tolerance=tolerance).items():
+        problem = here.problem
+        asked: SequenceConfig = replace(here.start, **fixed)  # type: ignore[arg-type]
         if "prefetch" not in fixed and asked.weights == "stream":
             asked = replace(asked, prefetch="none")
         reasons = SequencePlan(problem, asked).reasons(to)

@@ -19,7 +19,7 @@ from typing import Any
 
 from codegen.config import Config, Value
 from codegen.sequence import SequenceConfig, SequencePlan, default
-from codegen.spec import AxisProblem, SpecError
+from codegen.spec import AxisProblem, BlockSpec, SpecError
 from codegen.target import Target
 
 FP32_TOLERANCE = 1e-5
@@ -213,6 +213,23 @@ def space(
         objections = draft._reasons(draft.frugal) or ["the values exclude each other"]
         advice = "choose others with --fix" if given else "choose a smaller dim or a shorter axis"
         raise SpecError(
-            f"no configuration of the {problem.axis} axis is legal{' with ' + given if given else ''} ({'; '.join(objections)}): {advice}"
+            f"no configuration of the {problem.axis} axis is legal on {target.arch}{' with ' + given if given else ''} "
+            f"({'; '.join(objections)}): {advice}"
         )
     return replace(draft, start=projected)
+
+
+def spaces(
+    spec: BlockSpec, target: Target, *, fixed: Mapping[str, Value] | None = None, tolerance: float = FP32_TOLERANCE
+) -> dict[str, Space]:
+    """The space of each axis, as `space` has it. SpecError with one line for all axes that have none."""
+    found: dict[str, Space] = {}
+    refused: list[str] = []
+    for axis in spec.axes:
+        try:
+            found[axis] = space(spec.problem(axis), target, fixed=fixed, tolerance=tolerance)
+        except SpecError as error:
+            refused.append(str(error))
+    if refused:
+        raise SpecError("; ".join(dict.fromkeys(refused)))
+    return found

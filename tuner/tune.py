@@ -22,7 +22,7 @@ from tuner.finals import MEASURED_AGAIN, Choice, choose_measured, combinations, 
 from tuner.progress import Reporter
 from tuner.records import Machine, Record, Records
 from tuner.search import Known, Search, SearchOptions
-from tuner.space import FP32_TOLERANCE, Space, space
+from tuner.space import FP32_TOLERANCE, Space, spaces
 from tuner.trial import OK, Candidate, Outcome, Timing
 
 SEARCH_SHARE = 0.7
@@ -105,9 +105,7 @@ class _Tuning:
         self.options, self.backend, self.reporter = options, backend, reporter
         spec = options.spec
         self.start = time.monotonic()
-        self.spaces: dict[str, Space] = {
-            axis: space(spec.problem(axis), options.target, fixed=options.fixed, tolerance=options.tolerance) for axis in spec.axes
-        }
+        self.spaces = spaces(spec, options.target, fixed=options.fixed, tolerance=options.tolerance)
         self.default = Candidate(spec, {axis: s.start for axis, s in self.spaces.items()})
         self.ranked: dict[str, list[SequenceConfig]] = {}
         self.verified: list[Outcome] = []
