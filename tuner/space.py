@@ -30,6 +30,7 @@ TF32_TOLERANCE = 1e-4
 FP32_MATHS = ("ffma", "tf32x3", "fp16x3")
 """The arithmetics that hold FP32_TOLERANCE."""
 
+SMALLER = "choose a smaller dim or a shorter axis"
 _SAMPLE = 48
 
 
@@ -211,7 +212,7 @@ def space(
     if not draft.legal(projected):
         given = ", ".join(f"{name}={value}" for name, value in (fixed or {}).items())
         objections = draft._reasons(draft.frugal) or ["the values exclude each other"]
-        advice = "choose others with --fix" if given else "choose a smaller dim or a shorter axis"
+        advice = "choose others with --fix" if given else SMALLER
         raise SpecError(
             f"no configuration of the {problem.axis} axis is legal on {target.arch}{' with ' + given if given else ''} "
             f"({'; '.join(objections)}): {advice}"
