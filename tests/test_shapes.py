@@ -81,7 +81,7 @@ def test_a_long_axis_of_few_channels(axis: str) -> None:
     right(spec, found)
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])  # 163, 227 and 99 KB of shared memory
 def test_every_head_dim_at_every_length_is_legal_or_refused_with_the_reason(arch: str) -> None:
     verdicts = {
         (head_dim, length): legal(of_length(length, "col", 2 * head_dim, 2), target(arch)) is not None
