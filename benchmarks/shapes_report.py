@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from codegen.library import KERNELS, LibraryConfig
+from codegen.module import replace_file
 from tuner.space import SMALLER
 from tuner.trial import Timing
 
@@ -102,7 +103,7 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Row]]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Mapping[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    """Both files, each at once and whole. SpecError when the folder cannot be written."""
     data = {"facts": dict(facts), "rows": [dataclasses.asdict(row) for row in rows]}
-    (folder / "shapes.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / "shapes.md").write_text(page(rows, facts))
+    replace_file(folder / "shapes.json", json.dumps(data, indent=1) + "\n")
+    replace_file(folder / "shapes.md", page(rows, facts))
