@@ -71,9 +71,11 @@ class RivalWorker:
         inputs = Inputs.random(spec, self._seed)
         choice = fastest(
             self._compiled,
-            lambda axis, tiling: measure(
-                [partial(run_axis, spec, axis, tiling, x, inputs.weights, y) for x, y in zip(inputs.x, inputs.y, strict=True)], _QUICK
-            ).device,
+            lambda axis, tiling: (
+                measure(
+                    [partial(run_axis, spec, axis, tiling, x, inputs.weights, y) for x, y in zip(inputs.x, inputs.y, strict=True)], _QUICK
+                ).device
+            ),
         )
 
         def run(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

@@ -31,7 +31,7 @@ from tuner.emulator import EmulationError, Emulator
 from tuner.finals import unbeaten_form
 from tuner.gpu import obstacle, visible_gpu
 from tuner.pytorch_forms import Forms
-from tuner.space import spaces
+from tuner.space import preferred, spaces
 from tuner.trial import Backend, Candidate, Timing
 from tuner.verify import Checker
 
@@ -66,7 +66,7 @@ def plan(shape: Shape, to: Target, tuned: Mapping[BlockSpec, Mapping[str, Config
     row = Row(shape.name, shape.model, shape.head_dim)
     try:
         spec = shape.spec()
-        configs = tuned.get(spec) or {axis: here.start for axis, here in spaces(spec, to).items()}
+        configs = tuned.get(spec) or {axis: here.start for axis, here in preferred(spaces(spec, to)).items()}
         source = render(spec, configs)
     except SpecError as error:
         return replace(row, refused=str(error)), None

@@ -42,6 +42,11 @@ class Config:
         return {"family": self.family, **dataclasses.asdict(self)}
 
     @classmethod
+    def groups(cls) -> dict[str, tuple[str, ...]]:
+        """Name -> tunables that can be searched together with all others held: one group of all, unless a family has independent ones."""
+        return {"": tuple(cls.tunables())}
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The configuration that `data` (from a record, a storage or a command line) states; SpecError when it has
         unknown or missing names or values outside the space."""

@@ -24,18 +24,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from codegen.config import Config
+from codegen.families import config_from_dict
 from codegen.kernelbench import violations
 from codegen.library import FORMS, KERNELS, LibraryConfig
 from codegen.provenance import Provenance
 from codegen.render import WEIGHTS, Kernel, Source, environment
-from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target, target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FAMILIES: dict[str, type[Config]] = {family.family: family for family in (SequenceConfig, LibraryConfig)}
 INDEX = "index.json"
 _WIDTH = 120
 
@@ -165,7 +164,7 @@ def read_module(path: Path | str) -> Emitted:
         if missing := sorted(wanted - set(found)):
             raise SpecError(f"it has no {', '.join(missing)}")
         spec = BlockSpec(**{**found["SPEC"], "axes": tuple(found["SPEC"]["axes"])})
-        configs = {axis: _config(found["CONFIGS"][axis]) for axis in spec.axes}
+        configs = {axis: config_from_dict(found["CONFIGS"][axis]) for axis in spec.axes}
         kernels = tuple(_kernel(kernel) for kernel in found["KERNELS"])
         scratch = tuple((name, int(elements)) for name, elements in found["SCRATCH"].items())
         if tuple(dict.fromkeys(kernel.axis for kernel in kernels)) != spec.axes:
@@ -252,13 +251,6 @@ def update_index(directory: Path | str) -> Path:
     path = Path(directory) / INDEX
     replace_file(path, json.dumps(entries, indent=2) + "\n")
     return path
-
-
-def _config(data: Mapping[str, Any]) -> Config:
-    family = data.get("family")
-    if family not in FAMILIES:
-        raise SpecError(f"family {family!r} is not known")
-    return FAMILIES[family].from_dict(data)
 
 
 def _kernel(data: Mapping[str, Any]) -> Kernel:

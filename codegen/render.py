@@ -11,8 +11,10 @@ from pathlib import Path
 import jinja2
 
 from codegen.config import Config
-from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.families import Plan, plan_of
+from codegen.sequence import SequencePlan
 from codegen.spec import BlockSpec, SpecError
+from codegen.staged import StagedPlan
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
@@ -28,7 +30,8 @@ class Kernel:
     arguments: the tensors it takes, in order: "x" (what its axis reads: the block's input, or y where an earlier axis has
         written), "y" (the block's output), one of WEIGHTS, or one of the source's scratch buffers. All start on 16 bytes and are
         contiguous; x and y are (batch, height, width, dim). The last argument is an int, the number of items.
-    items: what that number counts, "sequences" (batch * lines) or "tokens" (batch * height * width).
+    items: what that number counts, "sequences" (batch * lines), "row_tiles" (16 tokens of a sequence, its last ones fewer) or "tokens"
+        (batch * height * width).
     items_per_block, blocks_per_group: grid.x is ceil(items / items_per_block) * blocks_per_group; the blocks of a group share items.
     threads, shared_bytes: of a block; the shared memory is dynamic.
     dependent_launch: it may be launched with programmatic stream serialization behind the kernel before it.
@@ -46,7 +49,9 @@ class Kernel:
 
     def count(self, spec: BlockSpec, batch: int) -> int:
         """The items of a batch: the kernel's last argument."""
-        return batch * (spec.problem(self.axis).lines if self.items == "sequences" else spec.height * spec.width)
+        problem = spec.problem(self.axis)
+        each = {"sequences": 1, "row_tiles": -(-problem.length // 16), "tokens": problem.length}
+        return batch * problem.lines * each[self.items]
 
     def blocks(self, spec: BlockSpec, batch: int) -> int:
         """Blocks of a launch."""
@@ -99,27 +104,55 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
     """The CUDA source of `spec` with one configuration for each of its axes.
 
     Raises SpecError when an axis has no configuration or one of no known family. Whether a configuration is legal for a
-    target is SequencePlan.reasons' business; rendering needs no target.
+    target is its plan's `reasons`' business; rendering needs no target.
     """
     if set(configs) != set(spec.axes):
         raise SpecError(f"configurations for {sorted(configs)} given, but the block has the axes {list(spec.axes)}")
-    plans: dict[str, SequencePlan] = {}
-    for axis in spec.axes:
-        config = configs[axis]
-        if not isinstance(config, SequenceConfig):
-            raise SpecError(f"family {config.family!r} cannot be rendered")
-        plans[axis] = SequencePlan(spec.problem(axis), config)
+    plans: dict[str, Plan] = {axis: plan_of(spec.problem(axis), configs[axis]) for axis in spec.axes}
+    families = {
+        "sequence": {axis: plan for axis, plan in plans.items() if isinstance(plan, SequencePlan)},
+        "staged": {axis: plan for axis, plan in plans.items() if isinstance(plan, StagedPlan)},
+    }
     maths = sorted({plan.config.math for plan in plans.values()})
-    text = environment().get_template("sequence.cu.j2").render(spec=spec, plans=plans, maths=maths)
-    kernels = tuple(
-        Kernel(
-            name=f"axial_{axis}",
-            axis=axis,
-            threads=plan.threads,
-            shared_bytes=plan.shared_bytes,
-            items_per_block=plan.config.sequences,
-            dependent_launch=plan.config.dependent_launch and index > 0,
-        )
-        for index, (axis, plan) in enumerate(plans.items())
+    text = environment().get_template("source.cu.j2").render(spec=spec, maths=maths, **families)
+    kernels: list[Kernel] = []
+    scratch: dict[str, int] = {}
+    for index, (axis, plan) in enumerate(plans.items()):
+        if isinstance(plan, StagedPlan):
+            kernels += _staged_kernels(axis, plan)
+            for name, elements in plan.scratch:  # the axes run one after the other, and so can share
+                scratch[name] = max(elements, scratch.get(name, 0))
+        else:
+            follows = index > 0
+            kernels.append(_sequence_kernel(axis, plan, follows))
+    return Source(spec, text, tuple(kernels), tuple(scratch.items()))
+
+
+def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
+    return Kernel(
+        name=f"axial_{axis}",
+        axis=axis,
+        threads=plan.threads,
+        shared_bytes=plan.shared_bytes,
+        items_per_block=plan.config.sequences,
+        dependent_launch=plan.config.dependent_launch and follows,
     )
-    return Source(spec, text, kernels)
+
+
+def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
+    used = plan.kernels
+    norm_weight, norm_bias, qkv_weight, out_weight, out_bias = WEIGHTS
+    query, key, value, attended = (name for name, _ in plan.scratch)
+
+    def kernel(stage: str, items: str, per_block: int, group: int, arguments: tuple[str, ...]) -> Kernel:
+        threads, shared = used[stage][:2]
+        return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
+
+    qkv = ("x", norm_weight, norm_bias, qkv_weight, query, key, value)
+    out = (attended, "x", "y", out_weight, out_bias)
+    heads = plan.problem.block.heads
+    return [
+        kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
+        kernel("attention", "sequences", 1, heads * plan.attn_groups, (query, key, value, attended)),
+        kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
+    ]

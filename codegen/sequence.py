@@ -60,7 +60,7 @@ _VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
 _STORE = Access("accumulator store", 2, lambda lane: (lane // 4, 2 * (lane % 4)))
 
 
-def _norm_store(half: bool, fragment: int, lanes: int, vector: int) -> Access:
+def norm_store(half: bool, fragment: int, lanes: int, vector: int) -> Access:
     """LayerNorm's store of its first two channels into operand A: store_rows in templates/fragments.cuh and math_half.cuh."""
 
     def cell(lane: int) -> tuple[int, int]:
@@ -173,6 +173,11 @@ class SequencePlan:
     def shared_bytes(self) -> int:
         return self.layout.bytes
 
+    @property
+    def capped(self) -> dict[str, int]:
+        """Tunable that caps registers -> threads of the block it concerns."""
+        return {"min_blocks": self.threads}
+
     @cached_property
     def registers(self) -> int:
         """An estimate of registers a thread, from below: accumulators and operands of the largest stage plus addressing."""
@@ -229,7 +234,7 @@ def _layout(
     half = math in HALF_MATHS
     values = (_VALUES if math != "ffma" else _VALUES_FFMA, _STORE)
     parts: list[tuple[str, int, int, tuple[Access, ...]]] = [
-        ("normed", rows // 16 * (padded_dim // 8), 128, (_norm_store(half, fragment, norm_lanes, norm_vector),)),
+        ("normed", rows // 16 * (padded_dim // 8), 128, (norm_store(half, fragment, norm_lanes, norm_vector),)),
         ("query", rows // 16 * (inner // 8), 128, ()),
         ("key", rows // 16 * (inner // 8), 128, ()),
         ("value", rows // 16 * (inner // 8), 128, ()) if half else ("value", rows, inner, values),

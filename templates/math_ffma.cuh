@@ -49,6 +49,17 @@ struct Ffma : FloatFragments {
     }
   }
 
+  // The same for a part of a longer sum; nothing is kept beside the accumulators.
+  template <int ROWS, int COLUMNS>
+  struct Sums {
+    __device__ __forceinline__ void add_to(float (&)[ROWS][COLUMNS][4]) const {}
+  };
+
+  template <int K, int F, int PAGE, int ROWS, int COLUMNS, typename GetB>
+  static __device__ __forceinline__ void add_product(float (&acc)[ROWS][COLUMNS][4], Sums<ROWS, COLUMNS>&, const float* a, int lane, GetB operand) {
+    product<K, F, PAGE>(acc, a, lane, operand);
+  }
+
   template <int HEAD_STEPS, int STEPS, int KEYS>
   static __device__ __forceinline__ void scores(float (&acc)[1][KEYS][4], const float* query, const float* key, int tile, int first_key, int step, int lane) {
 #pragma unroll 4

@@ -79,8 +79,15 @@ struct HalfCore {
   // acc += a b over K indices; `a` points to the first row tile's pages, PAGE floats apart, and operand(j, step) supplies b.
   template <int K, int F, int PAGE, int ROWS, int COLUMNS, typename GetB>
   static __device__ __forceinline__ void product(float (&acc)[ROWS][COLUMNS][4], const float* a, int lane, GetB operand) {
-    constexpr int STEPS = K / 16, UNROLL = STEPS <= 32 ? STEPS : 4;
     Sums<ROWS, COLUMNS> sums;
+    add_product<K, F, PAGE>(acc, sums, a, lane, operand);
+    sums.add_to(acc);
+  }
+
+  // The same for a part of a longer sum, at whose end sums.add_to(acc) is due.
+  template <int K, int F, int PAGE, int ROWS, int COLUMNS, typename GetB>
+  static __device__ __forceinline__ void add_product(float (&acc)[ROWS][COLUMNS][4], Sums<ROWS, COLUMNS>& sums, const float* a, int lane, GetB operand) {
+    constexpr int STEPS = K / 16, UNROLL = STEPS <= 32 ? STEPS : 4;
 #pragma unroll UNROLL
     for (int step = 0; step < STEPS; ++step) {
       unsigned quad[ROWS][PARTS][4];
@@ -98,7 +105,6 @@ struct HalfCore {
         for (int i = 0; i < ROWS; ++i) sums.multiply(acc, i, j, quad[i], b);
       }
     }
-    sums.add_to(acc);
   }
 
   // Channels `channel` and the next of rows g and g+8 into operand A, for an operand B that is read F at a time. STEPS

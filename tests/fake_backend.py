@@ -136,7 +136,9 @@ class InstantCompilers:
 
 
 def options(tmp_path: Path, spec: BlockSpec = SPEC, **more) -> TuneOptions:
-    made = TuneOptions(**{"spec": spec, "target": target("sm_90"), "out": tmp_path, "trials": 8, "command": "python cli.py tune", **more})
+    """Options for one family; test_families.py has both."""
+    base = {"spec": spec, "target": target("sm_90"), "out": tmp_path, "trials": 8, "command": "python cli.py tune"}
+    made = TuneOptions(**{**base, "fixed": {"family": "sequence"}, **more})
     return TuneOptions(**{**made.__dict__, "records": Records(records_file(made, predicted=False))})
 
 

@@ -21,7 +21,7 @@ from codegen.render import render
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import TARGETS, Target, target
 from tuner.emulator import Emulator
-from tuner.space import Space, spaces
+from tuner.space import Space, preferred, spaces
 from tuner.verify import Checker
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +40,7 @@ def of_length(length: int, axis: str, dim: int = 24, heads: int = 3) -> BlockSpe
 def legal(spec: BlockSpec, to: Target = H200) -> dict[str, Space] | None:
     """The spaces of a block's axes, or None after checking that it is refused in one line, and rightly."""
     try:
-        return spaces(spec, to)
+        return preferred(spaces(spec, to))
     except SpecError as error:
         assert "\n" not in str(error) and "bytes of shared memory exceed" in str(error) and to.arch in str(error)
         padded = [-(-spec.problem(axis).length // 16) * 16 for axis in spec.axes]
@@ -62,7 +62,7 @@ def right(spec: BlockSpec, found: dict[str, Space], draw: random.Random | None =
 def test_any_head_dim(head_dim: int, math: str) -> None:
     """Widths are no powers of two, and neither axis is a multiple of a tile."""
     spec = BlockSpec(dim=3 * head_dim, heads=3, height=5, width=31, batch=2)
-    right(spec, spaces(spec, H200, fixed={"math": math}))
+    right(spec, preferred(spaces(spec, H200, fixed={"math": math})))
 
 
 @pytest.mark.parametrize("axis", ["row", "col"])
@@ -109,12 +109,12 @@ def test_a_refusal_names_every_axis_and_limit_in_one_line_and_exits_with_2() -> 
 @pytest.mark.parametrize(("height", "width"), [(1, 7), (5, 1), (1, 1), (1, 64), (40, 1)])
 def test_axes_of_one_token(height: int, width: int) -> None:
     spec = BlockSpec(dim=16, heads=2, height=height, width=width, batch=3)
-    right(spec, spaces(spec, H200))
+    right(spec, preferred(spaces(spec, H200)))
 
 
 def test_an_empty_batch_launches_nothing() -> None:
     spec = BlockSpec(dim=16, heads=2, height=4, width=5)
-    source = render(spec, {axis: here.start for axis, here in spaces(spec, H200).items()})
+    source = render(spec, {axis: here.start for axis, here in preferred(spaces(spec, H200)).items()})
     assert [kernel.blocks(spec, 0) for kernel in source.kernels] == [0] * len(source.kernels)
     y = Emulator(source).run(random_input(spec, batch=0), random_weights(spec))
     assert y.shape == (0, 4, 5, 16)
@@ -127,7 +127,7 @@ MANY = BlockSpec(dim=8, heads=1, height=4, width=2, batch=16_384)
 @pytest.mark.slow
 @pytest.mark.parametrize("sequences", [65_536, 70_000])
 def test_batch_times_the_other_axis_beyond_65535(sequences: int) -> None:
-    found = spaces(MANY, H200, fixed={"warps": 1, "sequences": 8})
+    found = preferred(spaces(MANY, H200, fixed={"warps": 1, "sequences": 8}))
     emulator = Emulator(render(MANY, {axis: here.start for axis, here in found.items()}))
     weights, x = random_weights(MANY), random_input(MANY, batch=sequences // 4)
     expected = reference(MANY, x, weights)
@@ -147,7 +147,7 @@ def test_limits_on_a_gpu(shape: tuple[int, int, int]) -> None:
     batch, height, width = shape
     major, minor = torch.cuda.get_device_capability(0)
     spec = BlockSpec(16, 2, height, width, batch=max(1, batch), axes=("col",) if width > 1000 else ("row", "col"))
-    source = render(spec, {axis: here.start for axis, here in spaces(spec, target(f"sm_{major}{minor}")).items()})
+    source = render(spec, {axis: here.start for axis, here in preferred(spaces(spec, target(f"sm_{major}{minor}"))).items()})
     weights, x = random_weights(spec), random_input(spec, batch=batch)
     loaded = Loaded(source, compile_source(source, target(f"sm_{major}{minor}")).cubin)
     y = loaded(x.cuda(), {name: tensor.cuda() for name, tensor in weights.items()}).cpu()

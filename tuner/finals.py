@@ -23,8 +23,8 @@ MODEL_MARGIN = 0.05
 
 def combinations(
     spec: BlockSpec,
-    ranked: Mapping[str, Sequence[SequenceConfig]],
-    default: Mapping[str, SequenceConfig],
+    ranked: Mapping[str, Sequence[Config]],
+    default: Mapping[str, Config],
     target: Target,
     toggles: bool = True,
     most: int = 10,

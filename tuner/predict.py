@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.families import Plan, plan_of
+from codegen.sequence import SequencePlan
 from codegen.spec import SpecError
 from codegen.target import Target
 from codegen.target import target as target_of
 from tuner.records import Record
+from tuner.staged_work import staged_parts
 from tuner.trial import OK, Resources
 from tuner.work import NAMES, Parts, parts
 
@@ -67,8 +69,26 @@ def calibration() -> Calibration:
 
 
 def predict(plan: SequencePlan, resources: Resources, target: Target, by: Calibration | None = None) -> float:
-    """Microseconds one kernel is expected to take."""
+    """Microseconds one kernel of the sequence family is expected to take."""
     return (by or calibration()).microseconds(parts(plan, resources, target))
+
+
+def predict_axis(plan: Plan, resources: Mapping[str, Resources], target: Target, by: Calibration | None = None) -> float:
+    """Microseconds the kernels of one axis are expected to take; resources: by kernel name."""
+    found = axis_parts(plan, resources, target)
+    if found is None:
+        raise SpecError(f"the resources of the {plan.problem.axis} axis' kernels are not known")
+    return (by or calibration()).microseconds(found)
+
+
+def axis_parts(plan: Plan, resources: Mapping[str, Resources], target: Target) -> Parts | None:
+    """The parts of one axis' time; None when the resources of one of its kernels are missing."""
+    name = f"axial_{plan.problem.axis}"
+    if isinstance(plan, SequencePlan):
+        return parts(plan, resources[name], target) if name in resources else None
+    by_stage = {stage: resources.get(f"{name}_{stage}") for stage in plan.kernels}
+    known = {stage: used for stage, used in by_stage.items() if used is not None}
+    return staged_parts(plan, known, target) if len(known) == len(by_stage) else None
 
 
 @dataclass(frozen=True)
@@ -88,9 +108,10 @@ def samples(records: Iterable[Record]) -> list[Sample]:
             continue
         by_axis = []
         for axis, config in outcome.candidate.configs.items():
-            used = outcome.resources.get(f"axial_{axis}")
-            if used is not None and isinstance(config, SequenceConfig):
-                by_axis.append(parts(SequencePlan(outcome.candidate.spec.problem(axis), config), used, target_of(record.machine.arch)))
+            plan = plan_of(outcome.candidate.spec.problem(axis), config)
+            part = axis_parts(plan, outcome.resources, target_of(record.machine.arch))
+            if part is not None:
+                by_axis.append(part)
         if len(by_axis) == len(outcome.candidate.configs):
             total = Parts(**{name: sum(getattr(p, name) for p in by_axis) for name in NAMES})
             found.append(Sample(total, outcome.timing.device))

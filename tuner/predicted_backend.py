@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import jinja2
 
+from codegen.families import plan_of
 from codegen.render import Source, render
-from codegen.sequence import SequenceConfig, SequencePlan
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target
 from tuner.compile import COMPILE_SECONDS, Compiled, CompileError, Compilers
-from tuner.predict import Calibration, calibration, predict
+from tuner.predict import Calibration, calibration, predict_axis
 from tuner.records import Machine
 from tuner.trial import OK, Candidate, Outcome, Resources
 
@@ -97,11 +97,9 @@ class PredictedBackend:
     def _predict(self, candidate: Candidate, resources: dict[str, Resources]) -> float:
         total = 0.0
         for axis, config in candidate.configs.items():
-            if not isinstance(config, SequenceConfig):
-                raise SpecError(f"family {config.family!r} has no model")
-            plan = SequencePlan(candidate.spec.problem(axis), config)
+            plan = plan_of(candidate.spec.problem(axis), config)
             # One launch of two can hide behind the kernel before it; the model knows only whole kernels.
-            total += predict(plan, resources[f"axial_{axis}"], self.target, self.calibration)
+            total += predict_axis(plan, resources, self.target, self.calibration)
         return total
 
     def confirm(self, candidate: Candidate) -> Outcome:

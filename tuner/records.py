@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from codegen.config import Config
-from codegen.module import FAMILIES
+from codegen.families import config_from_dict
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
 from tuner.trial import FAILURES, OK, Candidate, Outcome, Resources, Timing
@@ -174,10 +174,7 @@ def parse_config(data: Mapping[str, Any]) -> Config:
     """The configuration, of whichever family, that `data` states; SpecError when there is none such."""
     if not isinstance(data, Mapping):
         raise SpecError(f"not a configuration: {data!r}")
-    name = data.get("family")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise SpecError(f"unknown kernel family {name!r}")
-    return FAMILIES[name].from_dict(data)
+    return config_from_dict(data)
 
 
 def _timing(data: Mapping[str, Any] | None) -> Timing | None:

@@ -16,8 +16,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from codegen.config import Value
-from codegen.sequence import SequenceConfig
+from codegen.config import Config, Value
 from tuner.space import Space, config_values
 
 _STARTUP = 8
@@ -41,7 +40,7 @@ def _distribution(values: tuple[Value, ...]) -> BaseDistribution:
     return IntDistribution(0, len(values) - 1) if _ordered(values) else CategoricalDistribution(values)
 
 
-def to_params(space: Space, config: SequenceConfig) -> dict[str, Any]:
+def to_params(space: Space, config: Config) -> dict[str, Any]:
     """The configuration as Optuna's parameters."""
     values = config_values(config)
     return {name: space.values[name].index(values[name]) if _ordered(space.values[name]) else values[name] for name in space.values}
@@ -64,7 +63,7 @@ class SpaceSampler(optuna.samplers.BaseSampler):
 
     def __init__(self, space: Space, trials: int, seed: int) -> None:
         self.space = space
-        self.known: set[SequenceConfig] = set()
+        self.known: set[Config] = set()
         self._random = random.Random(seed)
         self._distributions = distributions(space)
         self._tpe = optuna.samplers.TPESampler(
@@ -74,7 +73,7 @@ class SpaceSampler(optuna.samplers.BaseSampler):
         self._queue = [space.start, *(space.enumerate() if small else ())]
         self._small = small
         self._turn = 0
-        self._next: SequenceConfig | None = None
+        self._next: Config | None = None
 
     def prepare(self, study: optuna.Study) -> None:
         """Makes sure that there is something new to propose; raises Exhausted when there is not."""
@@ -83,14 +82,14 @@ class SpaceSampler(optuna.samplers.BaseSampler):
         if self._next is None:
             raise Exhausted
 
-    def _queued(self) -> SequenceConfig | None:
+    def _queued(self) -> Config | None:
         while self._queue:
             config = self._queue.pop(0)
             if config not in self.known:
                 return config
         return None
 
-    def _fresh(self, study: optuna.Study) -> SequenceConfig | None:
+    def _fresh(self, study: optuna.Study) -> Config | None:
         self._turn += 1
         trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if self._turn % 3 and len(trials) >= 2:
@@ -104,7 +103,7 @@ class SpaceSampler(optuna.samplers.BaseSampler):
                 return config
         return next((config for config in self.space.enumerate() if config not in self.known), None)
 
-    def _vary(self, ranked: list[SequenceConfig]) -> SequenceConfig | None:
+    def _vary(self, ranked: list[Config]) -> Config | None:
         """An unknown configuration one or two changes away from one of the best, or None after a few attempts."""
         elite = list(dict.fromkeys(ranked))[:_ELITE]
         names = [name for name, values in self.space.values.items() if len(values) > 1]

@@ -16,7 +16,8 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from codegen.sequence import SequenceConfig
+from codegen.config import Config
+from codegen.families import config_from_dict
 from codegen.spec import SpecError, valid_name
 from tuner.sampler import Exhausted, SpaceSampler, distributions, from_params, to_params
 from tuner.space import Space
@@ -30,7 +31,7 @@ Evaluate = Callable[[Iterable[Candidate]], Iterator[Outcome]]
 class Known:
     """A result of an earlier run: microseconds, or None for a failure with its status."""
 
-    config: SequenceConfig
+    config: Config
     score: float | None
     status: str = "ok"
     source_digest: str = ""
@@ -52,7 +53,7 @@ class SearchOptions:
     seed: int = 0
     deadline: float = float("inf")
     storage: Any = None
-    digest_of: Callable[[SequenceConfig], str] | None = None
+    digest_of: Callable[[Config], str] | None = None
     known: tuple[Known, ...] = ()
 
 
@@ -66,7 +67,7 @@ class SearchResult:
     """
 
     stop: str
-    ranked: tuple[tuple[SequenceConfig, float], ...]
+    ranked: tuple[tuple[Config, float], ...]
     outcomes: tuple[Outcome, ...]
     failed: Mapping[str, int] = field(default_factory=dict)
     resumed: int = 0
@@ -80,7 +81,7 @@ class Search:
         if not valid_name(options.study):
             raise SpecError(f"study {options.study!r} is not a plain name: use letters, digits, dot, dash and underscore")
         self.space, self.options = space, options
-        self._scores: dict[SequenceConfig, float] = {}
+        self._scores: dict[Config, float] = {}
         self._failed: Counter[str] = Counter()
         self._foreign = 0
         self._sampler = SpaceSampler(space, options.trials, options.seed)
@@ -99,7 +100,7 @@ class Search:
         """Microseconds of the best configuration so far."""
         return min(self._scores.values(), default=None)
 
-    def score(self, config: SequenceConfig) -> float | None:
+    def score(self, config: Config) -> float | None:
         """Microseconds of a configuration, None when it is not known to work."""
         return self._scores.get(config)
 
@@ -135,7 +136,7 @@ class Search:
     def _read(self, trial: FrozenTrial) -> Known | None:
         """A stored trial as a result, or None when it is not legal here or its source has changed since."""
         try:
-            config = SequenceConfig.from_dict(trial.user_attrs.get("config", {}))
+            config = config_from_dict(trial.user_attrs.get("config", {}))
         except (SpecError, TypeError, AttributeError):
             return None
         known = Known(
@@ -185,7 +186,7 @@ class Search:
     def run(self, evaluate: Evaluate, on_outcome: Callable[[Outcome], None] = lambda outcome: None) -> SearchResult:
         """Evaluates until a limit is met. A KeyboardInterrupt ends the search, keeps what is finished, and is reported
         as the stop "interrupted"."""
-        pending: deque[tuple[optuna.Trial, SequenceConfig]] = deque()
+        pending: deque[tuple[optuna.Trial, Config]] = deque()
         outcomes: list[Outcome] = []
         stop = "trials"
         spec = replace(self.space.problem.block, axes=(self.space.problem.axis,))
@@ -202,7 +203,7 @@ class Search:
                     stop = "exhausted"
                     return
                 trial = self._study.ask(distributions(self.space))
-                config = SequenceConfig(**from_params(self.space, trial.params))  # type: ignore[arg-type]
+                config = self.space.config_type(**from_params(self.space, trial.params))
                 self._sampler.known.add(config)
                 trial.set_user_attr("config", config.to_dict())
                 pending.append((trial, config))
@@ -227,7 +228,7 @@ class Search:
     def _is_exhausted(self) -> bool:
         return self.space.count(len(self._sampler.known) + 1) <= len(self._sampler.known)
 
-    def _tell(self, trial: optuna.Trial, config: SequenceConfig, outcome: Outcome) -> None:
+    def _tell(self, trial: optuna.Trial, config: Config, outcome: Outcome) -> None:
         trial.set_user_attr("status", outcome.status)
         trial.set_user_attr("source_digest", outcome.source_digest)
         if outcome.ok and outcome.score < float("inf"):

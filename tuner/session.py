@@ -9,14 +9,16 @@ from typing import Any
 
 from rich.console import Console
 
+from codegen.config import Config
+from codegen.families import FAMILIES, plan_of
 from codegen.library import KERNELS
 from codegen.render import Source, render
-from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec, SpecError, valid_name
 from codegen.target import Target, target
 from tuner.gpu import Gpu, obstacle, visible_gpu
 from tuner.records import Records
-from tuner.space import FP32_TOLERANCE, parse_fixed, spaces
+from tuner.space import FP32_TOLERANCE, family_spaces, parse_fixed, space, spaces
 from tuner.storage import open_storage
 from tuner.trial import Timing
 
@@ -149,17 +151,27 @@ def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
     """`render`: the source of the default configuration with some tunables set. SpecError when that is not legal."""
     fixed = parse_fixed(settings)
     configs = {}
-    tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
-    for axis, here in spaces(spec, to, tolerance=tolerance).items():
-        problem = here.problem
-        asked: SequenceConfig = replace(here.start, **fixed)  # type: ignore[arg-type]
-        if "prefetch" not in fixed and asked.weights == "stream":
+    for axis in spec.axes:
+        problem = spec.problem(axis)
+        tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
+        tunables: dict[str, Any] = {name: value for name, value in fixed.items() if name != "family"}
+        family = fixed.get("family") or _family_of(tunables) or next(iter(family_spaces(problem, to, tolerance=tolerance)))
+        asked: Config = replace(space(problem, to, family=str(family), tolerance=tolerance).start, **tunables)
+        if isinstance(asked, SequenceConfig) and "prefetch" not in fixed and asked.weights == "stream":
             asked = replace(asked, prefetch="none")
-        reasons = SequencePlan(problem, asked).reasons(to)
+        reasons = plan_of(problem, asked).reasons(to)
         if reasons:
             raise SpecError(f"{axis}: {'; '.join(reasons)}")
         configs[axis] = asked
     return render(spec, configs)
+
+
+def _family_of(tunables: Iterable[str]) -> str | None:
+    """The only family that has all of the tunables; None when several have, SpecError when none has."""
+    having = [name for name, family in FAMILIES.items() if set(tunables) <= set(family.config.tunables())]
+    if not having:
+        raise SpecError(f"no family has all of {', '.join(tunables)}")
+    return having[0] if len(having) == 1 else None
 
 
 @dataclass(frozen=True)

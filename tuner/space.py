@@ -1,6 +1,6 @@
 """Which configurations of an axis are legal, and how any draw becomes one of them.
 
-A space is the product of the tunables' values less what SequencePlan.reasons forbids. Samplers need a static product, so a
+A space is the product of the tunables' values less what its plan's `reasons` forbid. Samplers need a static product, so a
 draw is projected: tunable by tunable in the order of declaration, the value nearest to the drawn one for which the rest can
 still be completed. Whether it can is asked of one completion, the frugal one: each later tunable at the value that
 meets the fewest objections. Resources only grow away from it, so what it cannot complete nothing else can (a test compares
@@ -18,7 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from codegen.config import Config, Value
-from codegen.sequence import SequenceConfig, SequencePlan, default
+from codegen.families import FAMILIES, plan_of
+from codegen.sequence import SequenceConfig, SequencePlan
 from codegen.spec import AxisProblem, BlockSpec, SpecError
 from codegen.target import Target
 
@@ -40,8 +41,10 @@ def allowed_maths(tolerance: float) -> tuple[str, ...]:
 
 
 def parse_fixed(texts: Iterable[str]) -> dict[str, Value]:
-    """`name=value` texts of a command line as values of tunables; SpecError with the choices when one is not."""
-    tunables = SequenceConfig.tunables()
+    """`name=value` texts of a command line as values of tunables, or of `family`; SpecError with the choices when one is not."""
+    tunables: dict[str, tuple[Value, ...]] = {"family": tuple(FAMILIES)}
+    for family in FAMILIES.values():
+        tunables |= family.config.tunables()
     fixed: dict[str, Value] = {}
     for text in texts:
         name, equals, word = text.partition("=")
@@ -65,15 +68,32 @@ class Space:
     problem: AxisProblem
     target: Target
     values: Mapping[str, tuple[Value, ...]]
-    start: SequenceConfig
+    start: Config
+
+    @property
+    def config_type(self) -> type[Config]:
+        """The family's configuration."""
+        return type(self.start)
 
     def legal(self, config: Config) -> bool:
         """Whether the configuration is of this space, restrictions included."""
         return (
-            isinstance(config, SequenceConfig)
+            isinstance(config, self.config_type)
             and all(getattr(config, name) in values for name, values in self.values.items())
-            and not SequencePlan(self.problem, config).reasons(self.target)
+            and not plan_of(self.problem, config).reasons(self.target)
         )
+
+    def focused(self, names: Iterable[str], around: Config) -> Space:
+        """The part of the space in which the tunables `names` vary and all others are as in `around`, where a search of it starts."""
+        free = set(names)
+        values = {name: options if name in free else (getattr(around, name),) for name, options in self.values.items()}
+        return Space(self.problem, self.target, values, around)
+
+    def starts(self) -> list[Config]:
+        """`start`, and the family's default for each other arithmetic, where that is in the space."""
+        default = FAMILIES[self.config_type.family].default
+        others = (default(self.problem, self.target, str(math)) for math in self.values["math"])
+        return list(dict.fromkeys([self.start, *(self.canonical(c) for c in others if c is not None and self.legal(c))]))
 
     @property
     def digest(self) -> str:
@@ -94,18 +114,18 @@ class Space:
 
     def _objections(self, sample: Iterable[Mapping[str, Value]]) -> tuple[int, int]:
         """How many objections a sample meets, and what it takes in shared memory and registers."""
-        plans = [SequencePlan(self.problem, SequenceConfig(**values)) for values in sample]  # type: ignore[arg-type]
+        plans = [plan_of(self.problem, self.config_type(**values)) for values in sample]
         objections = sum(len(plan.reasons(self.target)) for plan in plans)
         return objections, sum(plan.shared_bytes + 4 * plan.registers * plan.threads for plan in plans)
 
     def _reasons(self, values: Mapping[str, Value]) -> list[str]:
-        return SequencePlan(self.problem, SequenceConfig(**values)).reasons(self.target)  # type: ignore[arg-type]
+        return plan_of(self.problem, self.config_type(**values)).reasons(self.target)
 
     def _can(self, chosen: Mapping[str, Value]) -> bool:
         """Whether values for the first few tunables can be completed to a legal configuration."""
         return not self._reasons({**self.frugal, **chosen})
 
-    def project(self, drawn: Mapping[str, Value]) -> SequenceConfig:
+    def project(self, drawn: Mapping[str, Value]) -> Config:
         """The legal, canonical configuration near `drawn` (any value of the space per tunable); deterministic."""
         chosen: dict[str, Value] = {}
         for name, values in self.values.items():
@@ -115,18 +135,22 @@ class Space:
             if fitting is None:  # only before the first tunable: a later one always has its frugal value left
                 return self.start
             chosen[name] = fitting
-        return self.canonical(SequenceConfig(**chosen))  # type: ignore[arg-type]
+        return self.canonical(self.config_type(**chosen))
 
-    def canonical(self, config: SequenceConfig) -> SequenceConfig:
+    def canonical(self, config: Config) -> Config:
         """The representative of the configurations that give the same machine code as `config`.
 
-        `min_blocks` acts through the cap on registers alone (CUDA C++ Programming Guide, "Launch Bounds"), so the least
+        `min_blocks` (like the staged family's `*_blocks`) acts through the cap on registers alone (CUDA C++ Programming Guide,
+        "Launch Bounds"), so the least
         value with the same cap stands for all; padding that moves no buffer stands as padding.
         """
-        plan = SequencePlan(self.problem, config)
-        caps = {int(n): self._register_cap(plan.threads * int(n)) for n in self.values["min_blocks"]}
-        alike = replace(config, min_blocks=min(n for n in caps if caps[n] == caps[config.min_blocks]))
-        if not alike.padding and True in self.values["padding"]:
+        plan = plan_of(self.problem, config)
+        least: dict[str, Any] = {}
+        for name, threads in plan.capped.items():
+            caps = {int(n): self._register_cap(threads * int(n)) for n in self.values[name]}
+            least[name] = min(n for n in caps if caps[n] == caps[getattr(config, name)])
+        alike = replace(config, **least)
+        if isinstance(alike, SequenceConfig) and isinstance(plan, SequencePlan) and not alike.padding and True in self.values["padding"]:
             padded = replace(alike, padding=True)
             if SequencePlan(self.problem, padded).layout == plan.layout:
                 return padded
@@ -136,13 +160,13 @@ class Space:
         """Registers a thread may use when `threads` share a multiprocessor; the hardware grants them by eights."""
         return min(self.target.registers_per_thread, self.target.registers_per_sm // threads // 8 * 8)
 
-    def enumerate(self) -> Iterator[SequenceConfig]:
+    def enumerate(self) -> Iterator[Config]:
         """Every legal, canonical configuration once, in a fixed order."""
         names = list(self.values)
 
-        def walk(chosen: dict[str, Value]) -> Iterator[SequenceConfig]:
+        def walk(chosen: dict[str, Value]) -> Iterator[Config]:
             if len(chosen) == len(names):
-                config = SequenceConfig(**chosen)  # type: ignore[arg-type]
+                config = self.config_type(**chosen)
                 if self.canonical(config) == config:
                     yield config
                 return
@@ -158,13 +182,13 @@ class Space:
         """How many configurations there are, counting no further than `limit`."""
         return sum(1 for _, _ in zip(range(limit), self.enumerate(), strict=False))
 
-    def neighbours(self, config: SequenceConfig) -> list[SequenceConfig]:
+    def neighbours(self, config: Config) -> list[Config]:
         """The legal configurations that one tunable's change (and its projection) leads to, without repeats."""
         here = config_values(config)
         moved = [self.project({**here, name: value}) for name, values in self.values.items() for value in values if value != here[name]]
         return [near for near in dict.fromkeys(moved) if near != config]
 
-    def random(self, draw: random.Random) -> SequenceConfig:
+    def random(self, draw: random.Random) -> Config:
         """The projection of a uniform draw."""
         return self.project({name: draw.choice(values) for name, values in self.values.items()})
 
@@ -179,31 +203,59 @@ def _identity(problem: AxisProblem) -> list[Any]:
     return [block.dim, block.heads, block.height, block.width, block.batch, block.dtype, block.eps, problem.axis]
 
 
+def family_spaces(
+    problem: AxisProblem, target: Target, *, fixed: Mapping[str, Value] | None = None, tolerance: float = FP32_TOLERANCE
+) -> dict[str, Space]:
+    """Family -> the space of one axis, of the families that have a legal configuration with the fixed tunables.
+
+    A fixed `family` leaves that family alone; a fixed tunable leaves those that have it. Raises SpecError when nothing is legal.
+    """
+    rest = {name: value for name, value in (fixed or {}).items() if name != "family"}
+    asked = (fixed or {}).get("family")
+    found: dict[str, Space] = {}
+    objections: list[SpecError] = []
+    for name, family in FAMILIES.items():
+        if asked in (None, name) and set(rest) <= set(family.config.tunables()):
+            try:
+                found[name] = space(problem, target, family=name, fixed=rest, tolerance=tolerance)
+            except SpecError as error:
+                objections.append(error)
+    if found:
+        return found
+    if objections:
+        raise objections[0]
+    raise SpecError(f"no family has all of {', '.join(rest)}: choose others with --fix")
+
+
 def space(
     problem: AxisProblem,
     target: Target,
     *,
+    family: str = "sequence",
     fixed: Mapping[str, Value] | None = None,
     tolerance: float = FP32_TOLERANCE,
     dependent_launch: Sequence[bool] | None = None,
 ) -> Space:
-    """The space of one axis.
+    """The space of one axis and family.
 
     fixed: tunables held at one value (see parse_fixed). tolerance: decides which arithmetics take part.
     dependent_launch: its values; by default the target's best alone, for it only acts between the kernels of a pair.
 
     Raises SpecError when nothing is legal, with the objections to the most frugal configuration.
     """
-    values = dict(SequenceConfig.tunables())
+    kind = FAMILIES[family]
+    values = dict(kind.config.tunables())
     maths = allowed_maths(tolerance)
     values["math"] = tuple(m for m in values["math"] if m in maths)
-    values["dependent_launch"] = tuple(dependent_launch) if dependent_launch is not None else (target.dependent_launch,)
+    if "dependent_launch" in values:
+        values["dependent_launch"] = tuple(dependent_launch) if dependent_launch is not None else (target.dependent_launch,)
     for name, value in (fixed or {}).items():
         if name == "math" and value not in maths:
             raise SpecError(f"math {value} cannot hold a tolerance of {tolerance:g}: relax it with --tolerance above {TF32_TOLERANCE:g}")
         values[name] = (value,)
-    begin = default(problem, target) or default(problem, target, "ffma")
-    draft = Space(problem, target, values, begin or SequenceConfig())
+    preferred = (*values["math"], *maths) if len(values["math"]) == 1 else ("tf32x3", "ffma")
+    begin = next((start for math in preferred if (start := kind.default(problem, target, str(math))) is not None), None)
+    draft = Space(problem, target, values, begin or kind.config())
     if begin is not None and draft.legal(begin):
         return replace(draft, start=draft.canonical(begin))
     nearest = config_values(draft.start)
@@ -222,15 +274,20 @@ def space(
 
 def spaces(
     spec: BlockSpec, target: Target, *, fixed: Mapping[str, Value] | None = None, tolerance: float = FP32_TOLERANCE
-) -> dict[str, Space]:
-    """The space of each axis, as `space` has it. SpecError with one line for all axes that have none."""
-    found: dict[str, Space] = {}
+) -> dict[str, dict[str, Space]]:
+    """Axis -> family -> space, as `family_spaces` has them. SpecError with one line for all axes that have none."""
+    found: dict[str, dict[str, Space]] = {}
     refused: list[str] = []
     for axis in spec.axes:
         try:
-            found[axis] = space(spec.problem(axis), target, fixed=fixed, tolerance=tolerance)
+            found[axis] = family_spaces(spec.problem(axis), target, fixed=fixed, tolerance=tolerance)
         except SpecError as error:
             refused.append(str(error))
     if refused:
         raise SpecError("; ".join(dict.fromkeys(refused)))
     return found
+
+
+def preferred(found: Mapping[str, Mapping[str, Space]]) -> dict[str, Space]:
+    """Axis -> the space of the first family that serves it: `sequence` where a sequence fits a block."""
+    return {axis: next(iter(families.values())) for axis, families in found.items()}

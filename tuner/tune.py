@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from codegen.config import Value
+from codegen.config import Config, Value
 from codegen.library import FORMS, KERNELS, LibraryConfig
 from codegen.render import render
-from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec
 from codegen.target import Target
 from tuner.finals import MEASURED_AGAIN, Choice, choose_measured, combinations, prefer_predicted
@@ -27,6 +26,8 @@ from tuner.trial import OK, Candidate, Outcome, Timing
 
 SEARCH_SHARE = 0.7
 """Of the budget, for the searches; the rest is for trying the best together."""
+HOPELESS = 2.0
+"""A family whose default is this many times slower than another's is not searched."""
 MOST_CONFIRMED = 4
 """Candidates that may fail on the emulator before a run without a GPU gives up."""
 
@@ -106,8 +107,8 @@ class _Tuning:
         spec = options.spec
         self.start = time.monotonic()
         self.spaces = spaces(spec, options.target, fixed=options.fixed, tolerance=options.tolerance)
-        self.default = Candidate(spec, {axis: s.start for axis, s in self.spaces.items()})
-        self.ranked: dict[str, list[SequenceConfig]] = {}
+        self.default = Candidate(spec, self._default_configs())
+        self.ranked: dict[str, list[Config]] = {}
         self.verified: list[Outcome] = []
         self.failed: Counter[tuple[str, str]] = Counter()
         self.pytorch: Mapping[str, Timing] = {}
@@ -148,25 +149,55 @@ class _Tuning:
 
     def _search(self, axis: str) -> bool:
         """Searches one axis; False when it was interrupted. What it found is kept either way."""
-        options, here = self.options, self.spaces[axis]
+        options, families = self.options, self.spaces[axis]
         index = options.spec.axes.index(axis)
-        share = options.budget * SEARCH_SHARE * (index + 1) / len(options.spec.axes)
-        search = Search(here, self._search_options(here, self.start + share))
+        begin, end = (self.start + options.budget * SEARCH_SHARE * (index + part) / len(options.spec.axes) for part in (0, 1))
         title = "rows" if axis == "row" else "columns"
-        self.reporter.stage(title, max(0, options.trials - search.resumed), search.score(here.start), search.best)
-        if search.resumed:
-            self.reporter.note(f"{title}: {search.resumed} results of earlier runs taken over (--fresh starts anew)")
+        scores: dict[Config, float] = {}
+        goes_on = True
+        if len(families) > 1:  # a family whose default is far behind is not worth the trials
+            for name, here in families.items():
+                goes_on = goes_on and self._search_one(f"{title}, {name}: default", here.focused((), here.start), 1, end, scores)
+            best = min(scores.values(), default=float("inf"))
+            near = {name: here for name, here in families.items() if scores.get(here.start, float("inf")) <= best * HOPELESS}
+            families = near or families
+        for name, here in families.items():
+            for start in here.starts()[1:] if len(here.config_type.groups()) > 1 else ():
+                goes_on = goes_on and self._search_one(f"{title}, {name}: default", here.focused((), start), 1, end, scores)
+        steps = [(name, group, tunables) for name, here in families.items() for group, tunables in here.config_type.groups().items()]
+        weights = [sum(len(families[name].values[t]) > 1 for t in tunables) for name, _, tunables in steps]
+        for at, (name, group, tunables) in enumerate(steps):
+            if not goes_on:
+                break
+            here = families[name]
+            own = {config: score for config, score in scores.items() if isinstance(config, here.config_type)}
+            around = min(own, key=own.__getitem__, default=here.start)
+            share = sum(weights[: at + 1]) / max(1, sum(weights))
+            # Trials by the size of the group; around counts as one of them.
+            trials = options.trials if len(steps) == 1 else max(2, round(options.trials * weights[at] / max(1, sum(weights))))
+            label = title + (f", {name}" if len(self.spaces[axis]) > 1 else "") + (f": {group}" if group else "")
+            goes_on = self._search_one(label, here.focused(tunables, around), trials, begin + (end - begin) * share, scores)
+        self.ranked[axis] = sorted(scores, key=scores.__getitem__)
+        return goes_on
+
+    def _search_one(self, title: str, here: Space, trials: int, deadline: float, scores: dict[Config, float]) -> bool:
+        """One search, whose results are added to `scores`; False when it was interrupted."""
+        search = Search(here, self._search_options(here, trials, deadline))
+        self.reporter.stage(title, max(0, trials - search.resumed), search.score(here.start), search.best)
+        resumed = search.resumed - sum(search.score(config) is not None for config in scores)  # not what this run itself has found
+        if resumed > 0:
+            self.reporter.note(f"{title}: {resumed} results of earlier runs taken over (--fresh starts anew)")
         if search.foreign:
             self.reporter.note(f"{title}: {search.foreign} results of another GPU, driver or model in this study are not reused")
         found = search.run(self.backend.evaluate, self._finished)
-        self.ranked[axis] = [config for config, _ in found.ranked]
-        if found.stop == "exhausted":
+        scores |= dict(found.ranked)
+        if found.stop == "exhausted" and trials > 1:
             self.reporter.note(f"{title}: the space is exhausted after {len(found.ranked) + sum(found.failed.values())} configurations")
         if found.stop == "budget":
             self.reporter.note(f"{title}: stopped by the budget after {len(found.outcomes)} trials; --budget allows more")
         return found.stop != "interrupted"
 
-    def _search_options(self, here: Space, deadline: float) -> SearchOptions:
+    def _search_options(self, here: Space, trials: int, deadline: float) -> SearchOptions:
         options, machine = self.options, self.backend.machine
         axis = here.problem.axis
         spec = replace(options.spec, axes=(axis,))
@@ -181,7 +212,7 @@ class _Tuning:
         return SearchOptions(
             study,
             context,
-            options.trials,
+            trials,
             options.seed,
             deadline,
             options.storage,
@@ -199,7 +230,7 @@ class _Tuning:
             outcome = record.outcome
             config = outcome.candidate.configs[spec.axes[0]]
             precise = outcome.error is None or outcome.error <= self.options.tolerance
-            if isinstance(config, SequenceConfig) and precise and (outcome.timing is not None or not outcome.ok):
+            if precise and (outcome.timing is not None or not outcome.ok):
                 score = outcome.timing.device if outcome.ok and outcome.timing else None
                 found.append(Known(config, score, outcome.status, outcome.source_digest))
         for note in records.notes:
@@ -254,8 +285,9 @@ class _Tuning:
                 return
             yield candidate
 
-    def _default_configs(self) -> dict[str, SequenceConfig]:
-        return {axis: here.start for axis, here in self.spaces.items()}
+    def _default_configs(self) -> dict[str, Config]:
+        """The first family's default: what a search of one axis begins with."""
+        return {axis: next(iter(families.values())).start for axis, families in self.spaces.items()}
 
     def _measured_choice(self) -> Choice | None:
         if not self.verified:
@@ -286,7 +318,7 @@ class _Tuning:
 
     def _salvage(self) -> Choice | None:
         """After an interrupt: the best combination so far, verified if it was not; a second interrupt settles for what is."""
-        best = {axis: (self.ranked.get(axis) or [here.start])[0] for axis, here in self.spaces.items()}
+        best = {axis: (self.ranked.get(axis) or [start])[0] for axis, start in self._default_configs().items()}
         try:
             if not self.verified:
                 self.reporter.note("interrupted: verifying the best so far (Ctrl-C again to drop it)")

@@ -15,10 +15,10 @@ from codegen.sequence import SequencePlan
 from codegen.target import Target
 from tuner.trial import Resources
 
-_L2_CYCLES, _L1_CYCLES = 300, 35
-_L2_BYTES_PER_CYCLE = 64  # that one multiprocessor draws from L2
-_SCHEDULERS = 4  # of a multiprocessor, each issuing one instruction a cycle
-_TILE_FLOP = 2 * 16 * 8 * 8
+L2_CYCLES, L1_CYCLES = 300, 35
+L2_BYTES_PER_CYCLE = 64  # that one multiprocessor draws from L2
+SCHEDULERS = 4  # of a multiprocessor, each issuing one instruction a cycle
+TILE_FLOP = 2 * 16 * 8 * 8
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Math:
     split_pair: float = 0.0
 
 
-_MATHS = {
+MATHS = {
     "ffma": _Math(product=32.0, load_a=4.0, weights=8.0, key=4.0, value=8.0, share=16.0),
     "tf32": _Math(product=1.0, split_a=4.0, split_b=2.0),
     "tf32x3": _Math(product=3.0, split_a=8.0, split_b=4.0),
@@ -109,18 +109,18 @@ def parts(plan: SequencePlan, resources: Resources, target: Target) -> Parts:
     resident = min(blocks_per_sm(plan, resources.registers, target), busiest)
     waves = math.ceil(busiest / resident)
     cycle = 1.0 / target.clock  # microseconds
-    products = sum(s.tiles for s in stages) * (_MATHS[c.math].product if plan.tensor_cores else 0.0)
+    products = sum(s.tiles for s in stages) * (MATHS[c.math].product if plan.tensor_cores else 0.0)
     tokens = plan.problem.sequences * plan.problem.length
     readings = 2.5 if c.residual == "reload" else 2.0  # of x, and the writing of y; the second reading of x hits L2
     return Parts(
         launch=1.0,
-        tensor=busiest * products * _TILE_FLOP / (target.tf32_tflops * 1e6 / target.sms),
-        issue=busiest * sum(s.block for s in stages) / _SCHEDULERS * cycle,
+        tensor=busiest * products * TILE_FLOP / (target.tf32_tflops * 1e6 / target.sms),
+        issue=busiest * sum(s.block for s in stages) / SCHEDULERS * cycle,
         serial=waves * sum(s.warp for s in stages) * cycle,
         shared=busiest * sum(s.wavefronts for s in stages) * cycle,
         wait=waves * sum(s.wait for s in stages) * cycle,
         grid=4 * tokens * plan.dim * readings / (target.bandwidth * 1e3),
-        weights=busiest * sum(s.weight_bytes for s in stages) / _L2_BYTES_PER_CYCLE * cycle,
+        weights=busiest * sum(s.weight_bytes for s in stages) / L2_BYTES_PER_CYCLE * cycle,
         spill=busiest * resources.local_bytes * plan.threads / 128 * cycle,
     )
 
@@ -140,21 +140,21 @@ def _conflicts(plan: SequencePlan, buffer: str) -> float:
 
 
 def _normalisation(plan: SequencePlan) -> _Stage:
-    c, cost, vector = plan.config, _MATHS[plan.config.math], plan.norm_vector
+    c, cost, vector = plan.config, MATHS[plan.config.math], plan.norm_vector
     turns = math.ceil(plan.rows / 2 * c.norm_lanes / plan.threads)
     steps = math.ceil(plan.padded_dim / (c.norm_lanes * vector))
     reductions = 2 * 2 * math.log2(c.norm_lanes)  # of two sums over two tokens
     stores = steps * vector / 2
     instructions = 2 * steps * (2 + 6 * vector) + 2 * reductions + 20 + stores * (4 + 2 * cost.split_pair)
     wavefronts = stores * (4 + _conflicts(plan, "normed"))
-    return _Stage(turns * instructions, turns * c.warps * instructions, turns * _L2_CYCLES, wavefronts=turns * c.warps * wavefronts)
+    return _Stage(turns * instructions, turns * c.warps * instructions, turns * L2_CYCLES, wavefronts=turns * c.warps * wavefronts)
 
 
 def _product(
     plan: SequencePlan, column_tiles: int, rows: int, columns: int, depth: int, fragment: int, prefetched: bool, operand: str, splits: bool
 ) -> _Stage:
     """A product with weights, in units of `rows` x `columns` tiles summed over `depth`; splits: its result is the next operand."""
-    c, cost, steps = plan.config, _MATHS[plan.config.math], depth // 8
+    c, cost, steps = plan.config, MATHS[plan.config.math], depth // 8
     row_groups, column_groups = plan.row_tiles // rows, column_tiles // columns
     across = plan.warps_across(column_groups)
     down = c.warps // across
@@ -167,18 +167,18 @@ def _product(
     if hold:
         warp, block = column_turns * (row_turns * unit + read), units * unit + column_groups * readers * read
         # Loads of a fill go out together, and other warps hide most of the wait.
-        wait = 0.2 * _L2_CYCLES * (column_turns - prefetched)
+        wait = 0.2 * L2_CYCLES * (column_turns - prefetched)
     else:
         warp, block = column_turns * row_turns * (unit + read), units * (unit + read)
-        wait = column_turns * row_turns * steps * (2 / fragment) * _L1_CYCLES
+        wait = column_turns * row_turns * steps * (2 / fragment) * L1_CYCLES
     if not splits and c.residual == "reload":
-        wait += 0.1 * _L2_CYCLES * column_turns * row_turns
+        wait += 0.1 * L2_CYCLES * column_turns * row_turns
     wavefronts = units * rows * (steps * (4 + _conflicts(plan, operand)) + 4 * columns * splits)
     return _Stage(warp, block, wait, units * rows * columns * steps, wavefronts, column_groups * columns * 8 * depth * 4 * readers)
 
 
 def _attention(plan: SequencePlan) -> _Stage:
-    c, cost = plan.config, _MATHS[plan.config.math]
+    c, cost = plan.config, MATHS[plan.config.math]
     units = plan.row_tiles * plan.problem.block.heads
     turns, steps = math.ceil(units / c.warps), plan.padded_length // c.key_tile
     keys, head = c.key_tile // 8, plan.padded_head_dim // 8

@@ -56,6 +56,18 @@ unsigned transpose(unsigned word, int line);
 float half_to_float(uint16_t half);
 uint16_t float_to_half(float value);
 void wait_previous();
+
+// An asynchronous copy that is under way: it happens when its thread waits for it.
+struct Copy {
+    float* to;
+    const float* from;
+    int words;
+    bool real;
+};
+[[noreturn]] void misaligned_copy(int bytes, int line);
+void start_copy(const Copy& copy);
+void commit_copies();
+bool next_copy(int groups, Copy& copy);  // the oldest copy that is in none of the latest `groups` groups; false when there is none
 [[noreturn]] void trap(int line);
 
 inline int lane() { return int(thread_index().x & 31); }
@@ -139,6 +151,20 @@ inline float round_to_tf32(float value) {
 inline float exp2_approx(float value) {
     const float result = exp2f(value);
     return result < 0x1p-126f ? 0.0f : result;
+}
+// Asynchronous copies (cp.async). Until a copy is waited for, its target holds NaN, so that a reader that does not wait gets a wrong result;
+// both its start and its end count as writes, so that a missing barrier on either side is a race.
+template <int BYTES> void copy_async(float* to, const float* from, bool real, int line = __builtin_LINE()) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+    if (uintptr_t(to) % BYTES || (real && uintptr_t(from) % BYTES)) ::emulator::misaligned_copy(BYTES, line);
+    for (int i = 0; i < BYTES / 4; ++i) to[i] = __uint_as_float(0x7fffdeadu);
+    ::emulator::start_copy({to, from, BYTES / 4, real});
+}
+inline void commit_copies() { ::emulator::commit_copies(); }
+template <int GROUPS> void wait_for_copies() {
+    ::emulator::Copy copy;
+    while (::emulator::next_copy(GROUPS, copy))
+        for (int i = 0; i < copy.words; ++i) copy.to[i] = copy.real ? copy.from[i] : 0.0f;
 }
 inline void wait_for_previous_kernel() { ::emulator::wait_previous(); }
 inline void allow_next_kernel() {}

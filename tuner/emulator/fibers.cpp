@@ -229,6 +229,7 @@ void run_block(const Arguments& wanted) {
         lane_clock[t] = 1;
         std::memset(known[t], 0, sizeof known[t]);
         waited[t] = false;
+        forget_copies(t);
         set_ready(t);
     }
     const int warp = pick(ready_warps);

@@ -55,6 +55,10 @@ char* own_stack();            // of the thread that runs
 bool in_stacks(const void* address);
 bool in_guard(const void* address);
 
+// copies.cpp
+void forget_copies(int thread);
+[[noreturn]] void misaligned_copy(int bytes, int line);
+
 // memory.cpp
 extern bool check_races;
 void add_region(std::size_t words, bool writable);  // all regions are added before map_regions

@@ -1,0 +1,52 @@
+"""The kernel families: which configuration has which plan, and where a search of each starts. To add one, add it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from codegen import sequence, staged
+from codegen.config import Config
+from codegen.library import LibraryConfig
+from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.spec import AxisProblem, SpecError
+from codegen.staged import StagedConfig, StagedPlan
+from codegen.target import Target
+
+Plan = SequencePlan | StagedPlan
+
+
+@dataclass(frozen=True)
+class Family:
+    """default: (problem, target, math) -> the configuration to start from, or None when none is legal."""
+
+    config: type[Config]
+    plan: Callable[[AxisProblem, Any], Plan]
+    default: Callable[[AxisProblem, Target, str], Config | None]
+
+
+FAMILIES: dict[str, Family] = {
+    SequenceConfig.family: Family(SequenceConfig, SequencePlan, sequence.default),
+    StagedConfig.family: Family(StagedConfig, StagedPlan, staged.default),
+}
+
+
+def plan_of(problem: AxisProblem, config: Config) -> Plan:
+    """The plan of a configuration of any family; SpecError for one of none."""
+    family = FAMILIES.get(config.family)
+    if family is None or not isinstance(config, family.config):
+        raise SpecError(f"family {config.family!r} cannot be rendered")
+    return family.plan(problem, config)
+
+
+def config_from_dict(data: Mapping[str, Any]) -> Config:
+    """The configuration that a record or a module states, of the family it names, or PyTorch's own form of the block; SpecError
+    when there is none such."""
+    name = data.get("family")
+    if name == LibraryConfig.family:
+        return LibraryConfig.from_dict(data)
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise SpecError(f"unknown kernel family {name!r}")
+    return family.config.from_dict(data)

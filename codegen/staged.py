@@ -1,0 +1,313 @@
+"""The `staged` family: three kernels an axis, for sequences or widths that outgrow one block.
+
+1. LayerNorm and QKV product: a block normalises some rows once, keeps them in shared memory as operand A for all of the sum, and
+   turns over column tiles while the weights stream through shared memory by asynchronous copies.
+2. Attention: a streaming softmax over tiles of keys; a warp has 16 queries of one head.
+3. Output product, bias and residual: tiled like 1.
+
+What passes between them (q, k, v and the attention's result) lies in scratch buffers as the fragments that the next kernel multiplies
+(see codegen/sequence.py), in the order of the axis' tokens: every kernel reads its operands in one piece, for rows and columns alike,
+and only x and y are addressed by stride. A row tile is 16 tokens of one sequence.
+
+The tunables of the three kernels are independent groups (see StagedConfig.groups): their spaces add.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, ClassVar
+
+from codegen.config import Config, tunable
+from codegen.layout import Access, padded_stride
+from codegen.sequence import HALF_MATHS, MATHS, RESERVED_SHARED, norm_store
+from codegen.spec import AxisProblem
+from codegen.target import Target
+from codegen.tiled_product import Product
+
+_WARP_ROWS, _WARP_COLUMNS, _DOWN, _ACROSS = (1, 2, 4), (2, 3, 4, 6, 8), (1, 2, 4, 8), (1, 2, 4, 8)
+_SUM_TILES, _STAGES, _PARTS, _BLOCKS = (16, 32, 64), (2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4)
+_PRODUCT = ("warp_rows", "warp_columns", "down", "across", "sum_tile", "stages", "parts", "blocks")
+
+
+@dataclass(frozen=True)
+class StagedConfig(Config):
+    """One point of the `staged` family's space."""
+
+    family: ClassVar[str] = "staged"
+
+    math: str = tunable("tf32x3", MATHS, "arithmetic of the products")
+
+    qkv_warp_rows: int = tunable(4, _WARP_ROWS, "QKV product: 16-row tiles of a warp")
+    qkv_warp_columns: int = tunable(4, _WARP_COLUMNS, "QKV product: 8-column tiles of a warp")
+    qkv_down: int = tunable(1, _DOWN, "QKV product: warps over the rows of a block")
+    qkv_across: int = tunable(4, _ACROSS, "QKV product: warps over the columns of a block's tile")
+    qkv_sum_tile: int = tunable(32, _SUM_TILES, "QKV product: indices of the sum in one step")
+    qkv_stages: int = tunable(3, _STAGES, "QKV product: buffers for weights under way")
+    qkv_parts: int = tunable(1, _PARTS, "QKV product: blocks that share rows and divide the columns")
+    qkv_blocks: int = tunable(1, _BLOCKS, "QKV product: blocks a multiprocessor must be able to hold, which caps registers")
+
+    attn_warps: int = tunable(4, (1, 2, 4, 8), "attention: warps of a block, each with 16 queries")
+    attn_key_tile: int = tunable(32, (16, 32, 64, 128), "attention: keys of one step of the streaming softmax")
+    attn_stages: int = tunable(2, _STAGES, "attention: buffers for keys and values under way")
+    attn_blocks: int = tunable(1, _BLOCKS, "attention: blocks a multiprocessor must be able to hold, which caps registers")
+
+    out_warp_rows: int = tunable(4, _WARP_ROWS, "output product: 16-row tiles of a warp")
+    out_warp_columns: int = tunable(4, _WARP_COLUMNS, "output product: 8-column tiles of a warp")
+    out_down: int = tunable(1, _DOWN, "output product: warps over the rows of a block")
+    out_across: int = tunable(4, _ACROSS, "output product: warps over the columns of a block's tile")
+    out_sum_tile: int = tunable(32, _SUM_TILES, "output product: indices of the sum in one step")
+    out_stages: int = tunable(3, _STAGES, "output product: buffers for weights under way")
+    out_parts: int = tunable(1, _PARTS, "output product: blocks that share rows and divide the columns")
+    out_blocks: int = tunable(1, _BLOCKS, "output product: blocks a multiprocessor must be able to hold, which caps registers")
+
+    @classmethod
+    def groups(cls) -> dict[str, tuple[str, ...]]:
+        """Kernel -> its tunables, which can be tuned with the rest held. `math` is in no group: it ties the kernels together by what
+        they hand on, so a search begins with a default for each (Space.starts)."""
+        return {prefix: tuple(n for n in cls.tunables() if n.startswith(f"{prefix}_")) for prefix in ("qkv", "attn", "out")}
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _divisor(values: tuple[int, ...], of: int) -> int:
+    return next(v for v in values if of % v == 0)
+
+
+_VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
+_VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
+
+
+@cache
+def _page(half: bool, fragment: int, vector: int) -> int:
+    """Words from one page of LayerNorm's result to the next."""
+    return padded_stride(128, (norm_store(half, fragment, 32, vector),))
+
+
+@cache
+def _value_stride(columns: int, ffma: bool) -> int:
+    return padded_stride(columns, (_VALUES_FFMA if ffma else _VALUES,))
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """What a configuration means for a problem: padded sizes, tiles, shared memory, threads, registers, scratch."""
+
+    problem: AxisProblem
+    config: StagedConfig
+
+    @property
+    def dim(self) -> int:
+        return self.problem.block.dim
+
+    @property
+    def head_dim(self) -> int:
+        return self.problem.block.head_dim
+
+    @property
+    def half(self) -> bool:
+        return self.config.math in HALF_MATHS
+
+    @property
+    def padded_head_dim(self) -> int:
+        step = 16 if self.half else 8
+        return _ceil(self.head_dim, step) * step
+
+    @property
+    def inner(self) -> int:
+        """Columns of q, k, v and of the attention's result, with each head padded."""
+        return self.problem.block.heads * self.padded_head_dim
+
+    @property
+    def tiles(self) -> int:
+        """Row tiles of 16 tokens in a sequence."""
+        return _ceil(self.problem.length, 16)
+
+    @property
+    def exponent_scale(self) -> float:
+        """log2(e) / sqrt(head_dim): softmax is computed in powers of two."""
+        return math.log2(math.e) / math.sqrt(self.head_dim)
+
+    def _product(self, group: str, sum: int, columns: int, fragment: int, copy: int) -> Product:
+        c = self.config
+        tile = getattr(c, f"{group}_sum_tile")
+        page = 128
+        if group == "qkv":
+            page = _page(self.half, fragment, 4 if self.dim % 4 == 0 else 2)
+        shape: dict[str, Any] = {name: getattr(c, f"{group}_{name}") for name in _PRODUCT}
+        shape["warps_across"] = shape.pop("across")
+        return Product(math=c.math, sum=_ceil(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page, **shape)
+
+    @cached_property
+    def qkv(self) -> Product:
+        fragment = 2 if self.config.math == "ffma" else 4
+        return self._product("qkv", self.dim, 3 * self.inner, fragment, _divisor((4, 2, 1), self.dim))
+
+    @cached_property
+    def out(self) -> Product:
+        return self._product("out", self.inner, self.dim, 2, _divisor((4, 2, 1), self.head_dim))
+
+    # The attention's shared memory, in floats: queries, then stages of keys and values
+    @property
+    def row_tile(self) -> int:
+        return 16 * self.padded_head_dim
+
+    @property
+    def value_columns(self) -> int:
+        return self.row_tile if self.half else self.padded_head_dim
+
+    @cached_property
+    def value_stride(self) -> int:
+        if self.half:
+            return self.row_tile  # fragments, one after another
+        return _value_stride(self.padded_head_dim, self.config.math == "ffma")
+
+    @property
+    def attn_buffers(self) -> int:
+        return self.config.attn_warps * self.row_tile
+
+    @property
+    def attn_buffer(self) -> int:
+        rows = self.config.attn_key_tile
+        return rows * self.padded_head_dim + (rows * self.padded_head_dim if self.half else rows * self.value_stride)
+
+    @property
+    def attn_shared_bytes(self) -> int:
+        return 4 * (self.attn_buffers + self.config.attn_stages * self.attn_buffer)
+
+    @property
+    def attn_groups(self) -> int:
+        """Blocks that share a sequence and head."""
+        return _ceil(self.tiles, self.config.attn_warps)
+
+    @property
+    def attn_registers(self) -> int:
+        """An estimate of registers a thread, from below: scores, result, operands, addressing."""
+        twice = 2 if self.half else 1
+        scores, result = 4 * self.config.attn_key_tile // 8, 4 * self.padded_head_dim // 8
+        return 64 + max(twice * scores + result, scores + twice * result)
+
+    @property
+    def scratch(self) -> tuple[tuple[str, int], ...]:
+        """(name, elements for one image) of what passes between the kernels."""
+        elements = self.problem.lines * self.tiles * 16 * self.inner
+        return tuple((name, elements) for name in ("query", "key", "value", "attended"))
+
+    @cached_property
+    def kernels(self) -> dict[str, tuple[int, int, int, int]]:
+        """Kernel -> threads of a block, bytes of shared memory, blocks asked for on a multiprocessor, registers estimated."""
+        c = self.config
+        return {
+            "qkv": (self.qkv.threads, self.qkv.shared_bytes, c.qkv_blocks, max(self.qkv.registers, self._norm_registers)),
+            "attention": (32 * c.attn_warps, self.attn_shared_bytes, c.attn_blocks, self.attn_registers),
+            "out": (self.out.threads, self.out.shared_bytes, c.out_blocks, self.out.registers),
+        }
+
+    @property
+    def _norm_registers(self) -> int:
+        return 64 + 2 * _ceil(self.qkv.sum, 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        return sum(shared for _, shared, _, _ in self.kernels.values())
+
+    @property
+    def registers(self) -> int:
+        return sum(registers for _, _, _, registers in self.kernels.values())
+
+    @property
+    def threads(self) -> int:
+        return max(threads for threads, _, _, _ in self.kernels.values())
+
+    @property
+    def capped(self) -> dict[str, int]:
+        """Tunable that caps registers -> threads of the block it concerns."""
+        return {"qkv_blocks": self.qkv.threads, "attn_blocks": 32 * self.config.attn_warps, "out_blocks": self.out.threads}
+
+    def reasons(self, target: Target) -> list[str]:
+        """Why the configuration is not legal for the problem on the target; empty when it is."""
+        c, rules = self.config, []
+        for name, (threads, shared, blocks, registers) in self.kernels.items():
+            most = min(target.registers_per_thread, target.registers_per_sm // (threads * blocks))
+            rules += [
+                (threads <= 512, f"{name}: {threads} threads exceed 512"),
+                (
+                    blocks * threads <= target.threads_per_sm,
+                    f"{name}: {blocks} x {threads} threads exceed {target.threads_per_sm} a multiprocessor",
+                ),
+                (shared <= target.shared_per_block, f"{name}: {shared} bytes of shared memory exceed {target.shared_per_block}"),
+                (
+                    blocks * (shared + RESERVED_SHARED) <= target.shared_per_sm,
+                    f"{name}: {blocks} x {shared} bytes of shared memory exceed {target.shared_per_sm} a multiprocessor",
+                ),
+                (registers <= most, f"{name}: about {registers} registers a thread exceed the {most} there are"),
+            ]
+        for group, product in (("qkv", self.qkv), ("out", self.out)):
+            column_tiles = _ceil(product.all_columns, product.columns)
+            rules += [
+                (product.parts <= column_tiles, f"{group}_parts {product.parts} exceeds {column_tiles} column tiles"),
+                (product.sum_tile == 16 or product.sum_tile <= 2 * self.dim, f"{group}_sum_tile {product.sum_tile} adds zeros alone"),
+            ]
+        rules += [
+            (c.attn_warps <= 2 * self.tiles, f"attn_warps {c.attn_warps} exceeds what {self.tiles} row tiles need"),
+            (c.attn_key_tile < 32 * self.tiles, f"attn_key_tile {c.attn_key_tile} exceeds what {self.tiles} row tiles need"),
+        ]
+        return [reason for holds, reason in rules if not holds]
+
+
+def default(problem: AxisProblem, target: Target, math: str = "tf32x3") -> StagedConfig | None:
+    """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
+    chosen: dict[str, Any] = {}
+    for careful in (_careful_product(problem, "qkv"), _careful_attention(), _careful_product(problem, "out")):
+        for candidate in careful:
+            config = StagedConfig(math=math, **{**_FRUGAL, **chosen, **candidate})
+            prefix = next(iter(candidate)).split("_")[0]
+            name = "attention" if prefix == "attn" else prefix
+            if not any(r.startswith((name, prefix)) for r in StagedPlan(problem, config).reasons(target)):
+                chosen |= candidate
+                break
+        else:
+            return None
+    config = StagedConfig(math=math, **chosen)
+    return None if StagedPlan(problem, config).reasons(target) else config
+
+
+_FRUGAL: dict[str, Any] = {
+    **{f"{group}_{name}": value for group in ("qkv", "out") for name, value in zip(_PRODUCT, (1, 2, 1, 1, 16, 2, 1, 1), strict=True)},
+    "attn_warps": 1,
+    "attn_key_tile": 16,
+    "attn_stages": 2,
+    "attn_blocks": 1,
+}
+
+
+def _careful_product(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]:
+    """Candidates from fast to frugal: 64 rows, in two blocks of four warps on a multiprocessor, so that one multiplies while the other
+    normalises or waits, or else in one of eight; fewer rows where shared memory or the rows are few."""
+    rows = problem.sequences * _ceil(problem.length, 16)  # row tiles in all
+    columns = 3 * problem.block.dim if group == "qkv" else problem.block.dim
+    shapes = (
+        (2, 4, 4, 1, 4), (1, 4, 4, 1, 8), (2, 2, 4, 1, 4), (1, 2, 4, 1, 8), (1, 2, 4, 1, 4),
+        (2, 1, 4, 1, 8), (1, 1, 4, 1, 8), (1, 1, 4, 1, 4), (1, 1, 2, 1, 4), (1, 1, 2, 1, 1),
+    )  # fmt: skip
+    steps = ((32, 3), (32, 2), (16, 3), (16, 2))
+    for (blocks, warp_rows, warp_columns, down, across), (tile, stages) in itertools.product(shapes, steps):
+        if warp_rows * down > rows or 8 * warp_columns * across >= 2 * columns and warp_columns > 2:
+            continue
+        column_tiles = _ceil(columns, 8 * warp_columns * across)
+        few = max(1, 264 * warp_rows * down // rows)  # parts that fill a large GPU twice over
+        parts = max(p for p in _PARTS if p <= min(few, column_tiles))
+        values = (warp_rows, warp_columns, down, across, tile, stages, parts, blocks)
+        yield {f"{group}_{name}": value for name, value in zip(_PRODUCT, values, strict=True)}
+
+
+def _careful_attention() -> Iterator[dict[str, Any]]:
+    for blocks, (warps, tile), stages in itertools.product(
+        (2, 1), ((8, 64), (4, 64), (8, 32), (4, 32), (2, 32), (4, 16), (2, 16), (1, 16)), (3, 2)
+    ):
+        yield {"attn_warps": warps, "attn_key_tile": tile, "attn_stages": stages, "attn_blocks": blocks}

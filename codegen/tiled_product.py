@@ -1,0 +1,113 @@
+"""The tiled product that the staged family's first and third kernel are (templates/stages/staged_product.cuh): its tiles, its shared
+memory and the bank conflicts of the accesses to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from codegen.layout import Access, padded_stride
+from codegen.sequence import HALF_MATHS
+
+
+@dataclass(frozen=True)
+class Product:
+    """A tiled product as one kernel computes it (templates/stages/staged_product.cuh); sizes in elements, offsets in floats.
+
+    sum: the padded length of the sum, a multiple of sum_tile; all_columns: of the result; copy: elements of one asynchronous copy;
+    page: floats from one page of operand A to the next.
+    """
+
+    math: str
+    warp_rows: int
+    warp_columns: int
+    down: int
+    warps_across: int
+    sum_tile: int
+    stages: int
+    parts: int
+    blocks: int
+    sum: int
+    all_columns: int
+    copy: int
+    fragment: int
+    page: int
+
+    @property
+    def row_tiles(self) -> int:
+        return self.warp_rows * self.down
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.warp_columns * self.warps_across
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.down * self.warps_across
+
+    @property
+    def plane(self) -> int:
+        """Indices of the sum that a step's lanes read side by side: a row of one plane."""
+        return 4 * self.fragment
+
+    @property
+    def column_stride(self) -> int:
+        return _column_stride(self.math == "ffma", self.fragment)
+
+    @property
+    def plane_stride(self) -> int:
+        return _plane_stride(self.columns, self.column_stride, self.plane, self.sum_tile, self.copy)
+
+    @property
+    def b_tile(self) -> int:
+        return self.sum_tile // self.plane * self.plane_stride
+
+    @property
+    def buffers(self) -> int:
+        """Where the buffers start, behind operand A."""
+        return self.row_tiles * (self.sum // 8) * self.page
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * (self.buffers + self.stages * self.b_tile)
+
+    @property
+    def registers(self) -> int:
+        """An estimate of registers a thread, from below: accumulators, operands of one step, addressing."""
+        half = self.math in HALF_MATHS
+        accumulators = 4 * self.warp_rows * self.warp_columns * (2 if half else 1)
+        return 32 + accumulators + self.warp_rows * 8 + 2 * self.warp_columns
+
+    def conflicts(self) -> dict[str, int]:
+        """Access name -> extra wavefronts of one warp-wide access."""
+        operand = _operand_access(self.math == "ffma", self.fragment)
+        copy = _copy_access(self.column_stride, self.plane, self.sum_tile, self.copy)
+        return {operand.name: operand.conflicts(self.column_stride), copy.name: copy.conflicts(self.plane_stride)}
+
+
+def _operand_access(ffma: bool, fragment: int) -> Access:
+    """A warp's load of operand B from one plane; see `read` in templates/math_*.cuh."""
+    if ffma:
+        return Access("weights as operand B", 2, lambda lane: (2 * (lane % 4), 0))
+    return Access("weights as operand B", fragment, lambda lane: (lane // 4, fragment * (lane % 4)))
+
+
+def _copy_access(column_stride: int, plane: int, sum_tile: int, copy: int) -> Access:
+    """A warp's asynchronous copies; a row is a plane here."""
+    chunks = sum_tile // copy
+
+    def cell(lane: int) -> tuple[int, int]:
+        k = lane % chunks * copy
+        return k // plane, lane // chunks * column_stride + k % plane
+
+    return Access("weights copied", copy, cell)
+
+
+@cache
+def _column_stride(ffma: bool, fragment: int) -> int:
+    return padded_stride(4 * fragment, (_operand_access(ffma, fragment),))
+
+
+@cache
+def _plane_stride(columns: int, column_stride: int, plane: int, sum_tile: int, copy: int) -> int:
+    return padded_stride(columns * column_stride, (_copy_access(column_stride, plane, sum_tile, copy),))

@@ -1,0 +1,42 @@
+// Kernel 3: output product, bias and residual, written to the grid by stride. An element of y is written by the thread that has read
+// it as residual, so that x may be y.
+template <typename C>
+__device__ __forceinline__ void output(const float* attended, const float* x, float* y, const float* __restrict__ out_weight,
+                                       const float* __restrict__ out_bias, int row_tiles, float* shared) {
+  using P = typename C::Out;
+  constexpr int PAGES = C::INNER / 8, TILE_PAGES = P::SUM_TILE / 8;
+  const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
+  const float* rows = attended + static_cast<long long>(first_tile) * (PAGES * 128);
+  TiledProduct<P>::run(
+      shared, shared + P::BUFFERS, out_weight, part,
+      [&](int sum_tile) {
+        float* to = shared + sum_tile * P::A_TILE;
+#pragma unroll 4
+        for (int at = threadIdx.x; at < P::ROW_TILES * TILE_PAGES * 32; at += P::THREADS) {
+          const int page = at / 32, row_tile = page / TILE_PAGES, within = sum_tile * TILE_PAGES + page % TILE_PAGES;
+          const bool real = first_tile + row_tile < row_tiles && within < PAGES;
+          copy_async<16>(to + page * P::PAGE + at % 32 * 4, real ? rows + (row_tile * PAGES + within) * 128 + at % 32 * 4 : attended, real);
+        }
+      },
+      []() {},
+      [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
+#pragma unroll
+        for (int i = 0; i < P::WARP_ROW_TILES; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int tile = first_tile + row_tile + i, token = tile % C::TILES * 16 + 8 * half + lane / 4;
+            if (tile >= row_tiles || token >= C::LENGTH) continue;
+            const long long start = C::offset(tile / C::TILES, token);
+#pragma unroll
+            for (int j = 0; j < P::WARP_COLUMN_TILES; ++j) {
+              const int channel = column + 8 * j + 2 * (lane % 4);
+              float pair[2] = {}, residual[2] = {};
+              load_channels<C::DIM>(pair, out_bias, channel);
+              load_channels<C::DIM>(residual, x + start, channel);
+              pair[0] += acc[i][j][2 * half] + residual[0];
+              pair[1] += acc[i][j][2 * half + 1] + residual[1];
+              store_channels<C::DIM>(y + start, channel, pair);
+            }
+          }
+      });
+}

@@ -1,0 +1,104 @@
+"""Two families behind one search: which take part, how trials are divided, and that the faster one wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from codegen.config import Config
+from codegen.families import config_from_dict, plan_of
+from codegen.sequence import SequenceConfig
+from codegen.spec import BlockSpec, SpecError
+from codegen.staged import StagedConfig
+from codegen.target import target
+from fake_backend import FakeBackend
+from tuner.deliver import deliver
+from tuner.predict import predict_axis
+from tuner.progress import Silent
+from tuner.session import source_of
+from tuner.space import config_values, family_spaces, parse_fixed
+from tuner.trial import Resources
+from tuner.tune import TuneOptions, TuneResult, tune
+
+TARGET = target("sm_90")
+SMALL = BlockSpec(dim=32, heads=2, height=16, width=32, batch=2, axes=("row",))
+WIDE = BlockSpec(dim=512, heads=8, height=128, width=128, axes=("row",))
+
+
+def run(tmp_path: Path, times, spec: BlockSpec = SMALL, **more) -> tuple[TuneResult, FakeBackend]:
+    backend = FakeBackend(times=times)
+    return tune(TuneOptions(spec=spec, target=TARGET, out=tmp_path, trials=30, **more), backend, Silent(), deliver), backend
+
+
+def test_a_block_that_outgrows_one_block_of_threads_is_staged_alone() -> None:
+    assert list(family_spaces(SMALL.problem("row"), TARGET)) == ["sequence", "staged"]
+    assert list(family_spaces(WIDE.problem("row"), TARGET)) == ["staged"]
+
+
+def test_fixed_tunables_choose_the_families_that_have_them() -> None:
+    assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["attn_warps=2"]))) == ["staged"]
+    assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["family=sequence"]))) == ["sequence"]
+    assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["math=fp16x3"]))) == ["sequence", "staged"]
+    with pytest.raises(SpecError, match="no family has all of warps, attn_warps"):
+        family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["warps=4", "attn_warps=2"]))
+
+
+def test_render_takes_the_family_that_its_settings_name() -> None:
+    assert [kernel.name for kernel in source_of(SMALL, TARGET, ["family=staged"]).kernels][0] == "axial_row_qkv"
+    assert [kernel.name for kernel in source_of(SMALL, TARGET, ["attn_stages=3"]).kernels][1] == "axial_row_attention"
+    assert [kernel.name for kernel in source_of(SMALL, TARGET, []).kernels] == ["axial_row"]
+    assert len(source_of(WIDE, TARGET, []).kernels) == 3
+
+
+def staged_cost(config: Config) -> float:
+    """Of three kernels, each with a best point of its own, whatever the others are."""
+    if not isinstance(config, StagedConfig):
+        return 30.0
+    values = config_values(config)
+    best = {"math": "fp16x3", "qkv_stages": 2, "attn_warps": 8, "attn_stages": 3, "out_sum_tile": 16}
+    return 20.0 + sum(2.0 for name, value in best.items() if values[name] != value)
+
+
+def test_the_faster_family_wins_and_its_groups_are_tuned_one_after_the_other(tmp_path: Path) -> None:
+    result, backend = run(tmp_path, staged_cost, spec=WIDE)
+    assert result.choice is not None
+    winner = result.choice.winner.candidate.configs["row"]
+    assert isinstance(winner, StagedConfig) and winner.math == "fp16x3"
+    groups = StagedConfig.groups()
+    assert sorted(("math", *sum(groups.values(), ()))) == sorted(StagedConfig.tunables())
+    asked = backend.configs
+    assert len({config.math for config in asked}) == 3, "a default of each arithmetic is tried"
+    for names in groups.values():  # what the other two were held at while this one varied
+        held = {tuple(v for n, v in config_values(config).items() if n not in names) for config in asked}
+        assert len(held) < len(set(asked)) - 4
+    assert len(asked) <= 45
+    assert result.choice.winner.score <= staged_cost(asked[0]) - 4.0
+
+
+def test_a_family_that_is_far_behind_costs_one_trial(tmp_path: Path) -> None:
+    _, backend = run(tmp_path, lambda config: 10.0 if isinstance(config, SequenceConfig) else 50.0)
+    assert sum(isinstance(config, StagedConfig) for config in backend.configs) == 1
+    result, backend = run(tmp_path / "other", lambda config: 50.0 if isinstance(config, SequenceConfig) else 10.0)
+    assert len({config for config in backend.configs if isinstance(config, SequenceConfig)}) == 1
+    assert result.choice is not None and isinstance(result.choice.winner.candidate.configs["row"], StagedConfig)
+
+
+def test_configurations_are_read_by_family() -> None:
+    config = StagedConfig()
+    assert config_from_dict(config.to_dict()) == config
+    known = config.to_dict()
+    for bad in ({}, {"family": "other"}, {"family": ["staged"]}, {**known, "family": "sequence"}, {**known, "math": "x"}):
+        with pytest.raises(SpecError):
+            config_from_dict(bad)
+
+
+def test_more_tokens_are_predicted_to_take_longer() -> None:
+    times = []
+    for batch in (1, 4, 16):
+        problem = BlockSpec(dim=256, heads=8, height=128, width=128, batch=batch).problem("row")
+        plan_space = family_spaces(problem, TARGET)["staged"]
+        plan = plan_of(problem, plan_space.start)
+        used = {f"axial_row_{stage}": Resources(128, 0, 100_000) for stage in ("qkv", "attention", "out")}
+        times.append(predict_axis(plan, used, TARGET))
+    assert times == sorted(times) and times[2] > 2 * times[1] > 2 * times[0]

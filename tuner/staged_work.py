@@ -1,0 +1,95 @@
+"""What the kernels of the `staged` family have to do, counted from a plan in the terms of tuner/work.py.
+
+The coefficients that weigh these counts were fitted to the `sequence` family: between staged configurations, and between the families,
+the prediction is a lead, not a measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from codegen.staged import Product, StagedPlan
+from codegen.target import Target
+from tuner.trial import Resources
+from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block of a kernel. instructions: of its busiest warp; tiles: tile products of 16 x 8 x 8; wavefronts: of shared memory;
+    read: bytes from L2; waits: cycles of latency that other warps of the block cannot hide; moved: bytes of x and y of the whole kernel."""
+
+    blocks: int
+    instructions: float
+    tiles: float
+    wavefronts: float
+    read: float
+    waits: float
+    moved: float
+
+
+def staged_parts(plan: StagedPlan, resources: Mapping[str, Resources], target: Target) -> Parts:
+    """The parts of the time of an axis' three kernels; resources: by stage ("qkv", "attention", "out")."""
+    blocks = {"qkv": _product(plan, plan.qkv, True), "attention": _attention(plan), "out": _product(plan, plan.out, False)}
+    parts = [_parts(plan, block, plan.kernels[stage][0], resources[stage], target) for stage, block in blocks.items()]
+    return Parts(**{name: sum(getattr(part, name) for part in parts) for name in NAMES})
+
+
+def _parts(plan: StagedPlan, block: _Block, threads: int, used: Resources, target: Target) -> Parts:
+    registers = math.ceil(max(used.registers, 16) * 32 / 256) * 256 * threads // 32
+    fitting = (
+        target.blocks_per_sm,
+        target.threads_per_sm // threads,
+        target.registers_per_sm // registers,
+        target.shared_per_sm // (used.shared_bytes + 1024),
+    )
+    busiest = math.ceil(block.blocks / target.sms)
+    waves = math.ceil(busiest / max(1, min(*fitting, busiest)))
+    cycle, warps = 1.0 / target.clock, threads / 32
+    cost = MATHS[plan.config.math].product if plan.config.math != "ffma" else 0.0
+    return Parts(
+        launch=1.0,
+        tensor=busiest * block.tiles * cost * TILE_FLOP / (target.tf32_tflops * 1e6 / target.sms),
+        issue=busiest * warps * block.instructions / SCHEDULERS * cycle,
+        serial=waves * block.instructions * cycle,
+        shared=busiest * block.wavefronts * cycle,
+        wait=waves * block.waits * cycle,
+        grid=block.moved / (target.bandwidth * 1e3),
+        weights=busiest * block.read / L2_BYTES_PER_CYCLE * cycle,
+        spill=busiest * used.local_bytes * threads / 128 * cycle,
+    )
+
+
+def _product(plan: StagedPlan, p: Product, first: bool) -> _Block:
+    cost, tokens = MATHS[plan.config.math], plan.problem.sequences * plan.problem.length
+    blocks = math.ceil(plan.problem.sequences * plan.tiles / p.row_tiles) * p.parts
+    turns = math.ceil(math.ceil(p.all_columns / p.columns) / p.parts)
+    sums, steps = turns * (p.sum // 8), turns * (p.sum // p.sum_tile)
+    rows, columns, warps = p.warp_rows, p.warp_columns, p.threads // 32
+    unit = rows * (cost.load_a + cost.split_a) + rows * columns * cost.product
+    unit += columns * (cost.weights * 2 / p.fragment + cost.split_b + cost.split_pair)
+    copies = p.columns * p.sum_tile / p.copy / p.threads
+    fill = p.row_tiles * 16 * p.sum / p.threads
+    instructions = sums * unit + steps * (30 + 4 * copies) + turns * rows * columns * 12 + fill * (6 + cost.split_pair / 2 if first else 1)
+    wavefronts: float = warps * sums * (4 * rows + 2 * columns * (1 + p.conflicts()["weights as operand B"]))
+    wavefronts += (steps * p.columns * p.sum_tile + p.row_tiles * 16 * p.sum) / 32
+    read = 4 * (steps * p.columns * p.sum_tile + p.row_tiles * 16 * p.sum)
+    moved = 4 * tokens * plan.dim * (1 if first else 2)
+    waits = L2_CYCLES * (2 + 0.1 * steps * (4 - p.stages))
+    return _Block(blocks, instructions, warps * sums * rows * columns, wavefronts, read, waits, moved)
+
+
+def _attention(plan: StagedPlan) -> _Block:
+    c, cost = plan.config, MATHS[plan.config.math]
+    keys, head, steps = c.attn_key_tile // 8, plan.padded_head_dim // 8, math.ceil(16 * plan.tiles / c.attn_key_tile)
+    scores = head * (cost.load_a + cost.split_a + keys * (cost.key + cost.split_b + cost.product))
+    weighted = keys * (cost.share + cost.split_a + 2 * cost.split_pair + head * (cost.value + cost.split_b + cost.product))
+    copies = 2 * c.attn_key_tile * plan.padded_head_dim / 4 / (32 * c.attn_warps)
+    instructions = steps * (scores + weighted + 14 * keys + 16 + 4 * head + 20 + 4 * copies) + 40 + head * 12
+    tiles = 2 * c.attn_warps * steps * keys * head
+    bytes_read = 4 * plan.padded_head_dim * 16 * (2 * plan.tiles + c.attn_warps)
+    wavefronts = 2 * tiles + bytes_read / 128
+    blocks = plan.problem.sequences * plan.problem.block.heads * plan.attn_groups
+    return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + 0.1 * steps), 0.0)
