@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from codegen.config import Config, Value
-from codegen.sequence import SequenceConfig, SequencePlan, default
+from codegen.sequence import DTYPE_MATHS, SequenceConfig, SequencePlan, default
 from codegen.spec import AxisProblem, SpecError
 from codegen.target import Target
 
@@ -33,8 +33,10 @@ FP32_MATHS = ("ffma", "tf32x3", "fp16x3")
 _SAMPLE = 48
 
 
-def allowed_maths(tolerance: float) -> tuple[str, ...]:
-    """The arithmetics of the products that can hold `tolerance`."""
+def allowed_maths(tolerance: float, dtype: str = "float32") -> tuple[str, ...]:
+    """The arithmetics of the products that can hold `tolerance`, which is float32's: a 16-bit type has arithmetics of its own."""
+    if dtype != "float32":
+        return DTYPE_MATHS[dtype]
     return (*FP32_MATHS, "tf32") if tolerance > TF32_TOLERANCE else FP32_MATHS
 
 
@@ -194,14 +196,17 @@ def space(
     Raises SpecError when nothing is legal, with the objections to the most frugal configuration.
     """
     values = dict(SequenceConfig.tunables())
-    maths = allowed_maths(tolerance)
+    dtype = problem.block.dtype
+    maths = allowed_maths(tolerance, dtype)
     values["math"] = tuple(m for m in values["math"] if m in maths)
     values["dependent_launch"] = tuple(dependent_launch) if dependent_launch is not None else (target.dependent_launch,)
     for name, value in (fixed or {}).items():
+        if name == "math" and value not in DTYPE_MATHS[dtype]:
+            raise SpecError(f"math {value} is not for {dtype}: choose {' or '.join(maths)}")
         if name == "math" and value not in maths:
             raise SpecError(f"math {value} cannot hold a tolerance of {tolerance:g}: relax it with --tolerance above {TF32_TOLERANCE:g}")
         values[name] = (value,)
-    begin = default(problem, target) or default(problem, target, "ffma")
+    begin = next((found for math in DTYPE_MATHS[dtype] if (found := default(problem, target, math)) is not None), None)
     draft = Space(problem, target, values, begin or SequenceConfig())
     if begin is not None and draft.legal(begin):
         return replace(draft, start=draft.canonical(begin))
