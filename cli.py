@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from codegen.spec import DEFAULT_BATCH, BlockSpec, SpecError, parse_axes
+from codegen.spec import DEFAULT_BATCH, DTYPES, BlockSpec, SpecError, parse_axes, parse_dtype
 from codegen.target import Target, target
 
 app = typer.Typer(
@@ -28,7 +28,7 @@ Heads = Annotated[int, typer.Option(help="Attention heads.")]
 Height = Annotated[int, typer.Option(help="Rows of the grid: the length of a column.")]
 Width = Annotated[int, typer.Option(help="Columns of the grid: the length of a row.")]
 Batch = Annotated[int, typer.Option(help="Batch to tune for; the module accepts any.")]
-Dtype = Annotated[str, typer.Option(help="Element type.")]
+Dtype = Annotated[str, typer.Option(help=f"Element type: {', '.join(DTYPES)}.")]
 Axis = Annotated[str, typer.Option(help="row, col or both.")]
 Arch = Annotated[str | None, typer.Option(help="Target, e.g. sm_90; the GPU's own by default, sm_90 without one.")]
 Gpu = Annotated[int | None, typer.Option(help="Which of the visible GPUs, from 0.")]
@@ -56,13 +56,13 @@ def tune(
     seed: Annotated[int, typer.Option(min=0, help="Of the search and of the data.")] = 0,
     storage: Annotated[str | None, typer.Option(help="Optuna storage URL; 'none' keeps the search in memory.")] = None,
     study: Annotated[str | None, typer.Option(help="Base name of the studies; by default from the block.")] = None,
-    tolerance: Annotated[float, typer.Option(min=1e-7, max=1e-1, help="Largest error, relative to the output's scale.")] = 1e-5,
+    tolerance: Annotated[float, typer.Option(min=1e-7, max=1e-1, help="Largest error of float32, relative to the output's scale.")] = 1e-5,
     fresh: Annotated[bool, typer.Option("--fresh", help="Take over nothing from earlier runs.")] = False,
 ) -> None:
     """Search, verify, and write the best configuration as a module."""
     from tuner.session import Request, run
 
-    spec = BlockSpec(dim, heads, height, width, batch, dtype, parse_axes(axis))
+    spec = BlockSpec(dim, heads, height, width, batch, parse_dtype(dtype), parse_axes(axis))
     request = Request(spec, out, trials, budget, seed, gpu, arch, storage, study, tolerance, tuple(fix or ()), fresh, _command())
     raise typer.Exit(run(request, console))
 
@@ -82,7 +82,7 @@ def render(
     """Print the CUDA source of one configuration."""
     from tuner.session import source_of
 
-    spec = BlockSpec(dim, heads, height, width, batch, dtype, parse_axes(axis))
+    spec = BlockSpec(dim, heads, height, width, batch, parse_dtype(dtype), parse_axes(axis))
     sys.stdout.write(source_of(spec, _target(arch), set_ or ()).text)
 
 
@@ -92,7 +92,7 @@ def verify(
     on: Annotated[str, typer.Option(help="cpu (the emulator) or gpu.")] = "cpu",
     gpu: Gpu = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
-    tolerance: Annotated[float, typer.Option(min=1e-7, max=1e-1, help="Largest error, relative to the output's scale.")] = 1e-5,
+    tolerance: Annotated[float, typer.Option(min=1e-7, max=1e-1, help="Largest error of float32, relative to the output's scale.")] = 1e-5,
 ) -> None:
     """Check a module's kernels against the float64 reference; names the stage that disagrees first."""
     from tuner.session import verify_module

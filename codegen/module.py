@@ -205,9 +205,11 @@ def module_runner(path: Path | str, device: str = "cuda") -> Callable[[Tensor, M
     """The module at `path` as a function of an input and weights (both anywhere), computed on `device`; the output is on the CPU."""
     import torch
 
+    from codegen.reference import torch_dtype
+
     emitted = read_module(path)
     spec = emitted.spec
-    model = load_module(path).ModelNew(spec.dim, spec.heads, spec.height, spec.width).to(device).eval()
+    model = load_module(path).ModelNew(spec.dim, spec.heads, spec.height, spec.width).to(device, torch_dtype(spec)).eval()
 
     def run(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         model.load_state_dict(weights, strict=True)

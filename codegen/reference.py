@@ -19,6 +19,12 @@ from codegen.spec import AXES, BlockSpec
 SCORE_LIMIT = 1 << 25  # elements of the score matrix that the reference holds at once
 
 
+def torch_dtype(spec: BlockSpec) -> torch.dtype:
+    """The block's element type as PyTorch's."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
 def parameter_shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
     """Parameter name -> shape, in the order of the state_dict and of the kernels' arguments."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -34,7 +40,7 @@ def parameter_shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
 def random_weights(spec: BlockSpec, generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """Parameters no part of which is trivial: gains spread around 1, biases that matter, matrices as nn.Linear draws them.
 
-    float32, on the generator's device (the CPU without one).
+    Of the block's element type, on the generator's device (the CPU without one).
     """
     device = generator.device if generator is not None else torch.device("cpu")
     bound = 1.0 / math.sqrt(spec.dim)
@@ -49,14 +55,14 @@ def random_weights(spec: BlockSpec, generator: torch.Generator | None = None) ->
             weights[name] = 0.5 * draw
         else:
             weights[name] = bound * draw
-    return weights
+    return {name: value.to(torch_dtype(spec)) for name, value in weights.items()}
 
 
 def random_input(spec: BlockSpec, generator: torch.Generator | None = None, scale: float = 1.0, batch: int | None = None) -> Tensor:
-    """Normal draws times `scale`: (batch, height, width, dim), float32, contiguous, on the generator's device."""
+    """Normal draws times `scale`: (batch, height, width, dim), of the block's element type, contiguous, on the generator's device."""
     device = generator.device if generator is not None else torch.device("cpu")
     shape = (spec.batch if batch is None else batch, spec.height, spec.width, spec.dim)
-    return torch.randn(shape, generator=generator, device=device) * scale
+    return (torch.randn(shape, generator=generator, device=device) * scale).to(torch_dtype(spec))
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,8 @@ def reference(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], dtype: 
     """The block's output for x (batch, height, width, dim), computed and returned in `dtype` on x's device.
 
     Sequences are taken a few at a time, so that the score matrices stay below SCORE_LIMIT elements where one fits.
-    In float32 the result is subject to torch's own matmul precision settings; in float64 it is not.
+    In float32 the result is subject to torch's own matmul precision settings; in float64 it is not. In 16-bit types this is what
+    PyTorch's own form of the block gives.
     """
     cast = {name: weights[name].detach().to(device=x.device, dtype=dtype) for name in parameter_shapes(spec)}
     grid = x.detach().to(dtype)

@@ -67,7 +67,7 @@ class Kernel:
 @dataclass(frozen=True)
 class Source:
     """A CUDA translation unit (device code alone), its kernels in the order of launching, and the scratch buffers that they
-    pass data in: (name, elements for one image of the batch)."""
+    pass data in: (name, elements of the block's dtype for one image of the batch)."""
 
     spec: BlockSpec
     text: str

@@ -22,8 +22,11 @@ from codegen.layout import Access, Layout, stack
 from codegen.spec import AxisProblem
 from codegen.target import Target
 
-MATHS = ("ffma", "tf32x3", "fp16x3", "tf32")
-HALF_MATHS = ("fp16x3",)
+MATHS = ("ffma", "tf32x3", "fp16x3", "tf32", "bf16", "fp16")
+HALF_PARTS = {"fp16x3": 2, "bf16": 1, "fp16": 1}
+"""Arithmetics with operands of 16 bits, and how many of these an operand is kept in."""
+DTYPE_MATHS = {"float32": ("tf32x3", "ffma", "fp16x3", "tf32"), "bfloat16": ("bf16",), "float16": ("fp16",)}
+"""Element type -> its arithmetics, the one to start from first."""
 RESERVED_SHARED = 1024  # bytes that the system takes for each resident block (CUDA C++ Programming Guide, compute capability 8.x on)
 
 
@@ -58,20 +61,21 @@ def _ceil(a: int, b: int) -> int:
 _VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
 _VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
 _STORE = Access("accumulator store", 2, lambda lane: (lane // 4, 2 * (lane % 4)))
+_KEPT_HALF = Access("kept x", 1, lambda lane: (lane // 4, lane % 4))
 
 
-def norm_store(half: bool, fragment: int, lanes: int, vector: int) -> Access:
+def norm_store(parts: int, fragment: int, lanes: int, vector: int) -> Access:
     """LayerNorm's store of its first two channels into operand A: store_rows in templates/fragments.cuh and math_half.cuh."""
 
     def cell(lane: int) -> tuple[int, int]:
         g, channel = lane // lanes, lane % lanes * vector
-        if half:
+        if parts:
             t, which = (channel % 16 // 4, channel % 4 // 2) if fragment == 4 else (channel % 8 // 2, channel % 16 // 8)
-            return 2 * (channel // 16), 4 * (4 * g + t) + 2 * which
+            return parts * (channel // 16), 4 * (4 * g + t) + 2 * which
         step = channel // (4 * fragment) * (fragment // 2) + channel % fragment // 2
         return step, 4 * (4 * g + channel % (4 * fragment) // fragment)
 
-    return Access("LayerNorm store", 2 if half else 4, cell)
+    return Access("LayerNorm store", 2 if parts else 4, cell)
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,9 @@ class SequencePlan:
 
     @property
     def norm_vector(self) -> int:
+        """Channels that a lane of LayerNorm loads at once: up to 16 bytes, as long as no lane is left without."""
+        if self.problem.block.itemsize == 2 and self.dim % 8 == 0 and self.dim >= 8 * self.config.norm_lanes:
+            return 8
         return 4 if self.dim % 4 == 0 else 2
 
     @property
@@ -141,11 +148,16 @@ class SequencePlan:
     @property
     def half(self) -> bool:
         """Whether operands are 16-bit pairs, which the tensor cores sum 16 at a time."""
-        return self.config.math in HALF_MATHS
+        return self.config.math in HALF_PARTS
+
+    @property
+    def operand_words(self) -> float:
+        """Words that an operand's value takes."""
+        return HALF_PARTS.get(self.config.math, 2) / 2
 
     def pages(self, columns: int) -> int:
         """Pages of 128 words that a row tile of an operand with `columns` columns takes."""
-        return columns // 8
+        return int(columns // 8 * self.operand_words)
 
     @property
     def tensor_cores(self) -> bool:
@@ -165,7 +177,7 @@ class SequencePlan:
         normed, query and key are fragments of 16 rows by 8 columns; those of value and kept are tokens."""
         c = self.config
         return _layout(
-            self.config.math, self.rows, self.padded_dim, self.inner, self.dim,
+            self.config.math, self.rows, self.padded_dim, self.inner, self.dim, self.problem.block.itemsize,
             c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding,
         )  # fmt: skip
 
@@ -183,12 +195,15 @@ class SequencePlan:
         """An estimate of registers a thread, from below: accumulators and operands of the largest stage plus addressing."""
         c = self.config
 
+        def held(tiles: int, depth: int) -> int:
+            return int(tiles * depth // 4 * self.operand_words)
+
         def product(rows: int, tiles: int, fragment: int, depth: int) -> int:
-            operand_b = tiles * depth // 4 if c.weights == "hold" else tiles * fragment * (1 if self.tensor_cores else 2)
+            operand_b = held(tiles, depth) if c.weights == "hold" else tiles * fragment * (1 if self.tensor_cores else 2)
             return 4 * rows * tiles + 8 * rows + operand_b
 
-        held_qkv = c.qkv_columns * self.padded_dim // 4 if c.prefetch != "none" else 0
-        held_out = c.out_columns * self.inner // 4 if c.prefetch == "both" else 0
+        held_qkv = held(c.qkv_columns, self.padded_dim) if c.prefetch != "none" else 0
+        held_out = held(c.out_columns, self.inner) if c.prefetch == "both" else 0
         norm = 4 * _ceil(self.padded_dim, c.norm_lanes * self.norm_vector) * self.norm_vector + held_qkv
         qkv = product(c.qkv_rows, c.qkv_columns, c.fragment, self.padded_dim)
         scores = 4 * (c.key_tile // 8) + 4 * (self.padded_head_dim // 8) + 16 + held_out
@@ -199,7 +214,9 @@ class SequencePlan:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
         c, blocks = self.config, self.config.min_blocks
         registers = min(target.registers_per_thread, target.registers_per_sm // (self.threads * blocks))
+        dtype = self.problem.block.dtype
         rules = (
+            (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
             (self.tensor_cores or c.weights == "stream", "ffma cannot hold weights in registers"),
             (self.tensor_cores or c.fragment == 2, "ffma needs fragment 2"),
             (c.fragment == 2 or self.dim > 8, "fragment 4 would only add zeros"),
@@ -228,25 +245,29 @@ class SequencePlan:
 
 @lru_cache(maxsize=4096)
 def _layout(
-    math: str, rows: int, padded_dim: int, inner: int, dim: int,
+    math: str, rows: int, padded_dim: int, inner: int, dim: int, itemsize: int,
     fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool,
 ) -> Layout:  # fmt: skip
-    half = math in HALF_MATHS
+    parts = HALF_PARTS.get(math, 0)
+    per_page = 8 * 2 // (parts or 2)  # columns
     values = (_VALUES if math != "ffma" else _VALUES_FFMA, _STORE)
-    parts: list[tuple[str, int, int, tuple[Access, ...]]] = [
-        ("normed", rows // 16 * (padded_dim // 8), 128, (norm_store(half, fragment, norm_lanes, norm_vector),)),
-        ("query", rows // 16 * (inner // 8), 128, ()),
-        ("key", rows // 16 * (inner // 8), 128, ()),
-        ("value", rows // 16 * (inner // 8), 128, ()) if half else ("value", rows, inner, values),
+    buffers: list[tuple[str, int, int, tuple[Access, ...]]] = [
+        ("normed", rows // 16 * (padded_dim // per_page), 128, (norm_store(parts, fragment, norm_lanes, norm_vector),)),
+        ("query", rows // 16 * (inner // per_page), 128, ()),
+        ("key", rows // 16 * (inner // per_page), 128, ()),
+        ("value", rows // 16 * (inner // per_page), 128, ()) if parts else ("value", rows, inner, values),
     ]
     if keep:
-        parts.append(("kept", rows, dim, (_STORE,)))
-    return stack(parts, padded)
+        buffers.append(("kept", rows, _ceil(dim * itemsize, 4), (_STORE if itemsize == 4 else _KEPT_HALF,)))
+    return stack(buffers, padded)
 
 
-def default(problem: AxisProblem, target: Target, math: str = "tf32x3") -> SequenceConfig | None:
-    """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
-    for candidate in _careful(problem, target, math):
+def default(problem: AxisProblem, target: Target, math: str | None = None) -> SequenceConfig | None:
+    """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal.
+
+    math: of the element type's arithmetics, the first of DTYPE_MATHS unless given.
+    """
+    for candidate in _careful(problem, target, math or DTYPE_MATHS[problem.block.dtype][0]):
         if not SequencePlan(problem, candidate).reasons(target):
             return candidate
     return None

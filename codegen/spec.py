@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 AXES = ("row", "col")
-DTYPES = {"float32": "fp32"}
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 DEFAULT_BATCH = 4
 MAX_DIM = 4096
 MAX_LENGTH = 65_536
@@ -59,6 +59,11 @@ class BlockSpec:
         return self.dim // self.heads
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
     def name(self) -> str:
         """The part of a file name that states the specification, e.g. d64_h4_32x32_fp32."""
         axis = "" if self.axes == AXES else f"_{self.axes[0]}"
@@ -109,6 +114,14 @@ def parse_axes(text: str) -> tuple[str, ...]:
     if axes is None:
         raise SpecError(f"axis must be row, col or both, not {text!r}")
     return axes
+
+
+def parse_dtype(text: str) -> str:
+    """The element type that `text` names, in full or in short (bf16); SpecError for anything else."""
+    for name, short in DTYPES.items():
+        if text in (name, short):
+            return name
+    raise SpecError(f"dtype {text!r} is not supported: choose one of {', '.join(DTYPES)}")
 
 
 def valid_name(text: str) -> bool:

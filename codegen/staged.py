@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from codegen.config import Config, tunable
 from codegen.layout import Access, padded_stride
-from codegen.sequence import HALF_MATHS, MATHS, RESERVED_SHARED, norm_store
+from codegen.sequence import DTYPE_MATHS, HALF_PARTS, RESERVED_SHARED, norm_store
 from codegen.spec import AxisProblem
 from codegen.target import Target
 from codegen.tiled_product import Product
@@ -39,7 +39,7 @@ class StagedConfig(Config):
 
     family: ClassVar[str] = "staged"
 
-    math: str = tunable("tf32x3", MATHS, "arithmetic of the products")
+    math: str = tunable("tf32x3", DTYPE_MATHS["float32"], "arithmetic of the products")
 
     qkv_warp_rows: int = tunable(4, _WARP_ROWS, "QKV product: 16-row tiles of a warp")
     qkv_warp_columns: int = tunable(4, _WARP_COLUMNS, "QKV product: 8-column tiles of a warp")
@@ -86,7 +86,7 @@ _VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
 @cache
 def _page(half: bool, fragment: int, vector: int) -> int:
     """Words from one page of LayerNorm's result to the next."""
-    return padded_stride(128, (norm_store(half, fragment, 32, vector),))
+    return padded_stride(128, (norm_store(2 if half else 0, fragment, 32, vector),))
 
 
 @cache
@@ -111,7 +111,7 @@ class StagedPlan:
 
     @property
     def half(self) -> bool:
-        return self.config.math in HALF_MATHS
+        return self.config.math in HALF_PARTS
 
     @property
     def padded_head_dim(self) -> int:
@@ -231,7 +231,8 @@ class StagedPlan:
 
     def reasons(self, target: Target) -> list[str]:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
-        c, rules = self.config, []
+        c = self.config
+        rules = [(self.problem.block.dtype == "float32", f"dtype {self.problem.block.dtype}: the staged family computes float32")]
         for name, (threads, shared, blocks, registers) in self.kernels.items():
             most = min(target.registers_per_thread, target.registers_per_sm // (threads * blocks))
             rules += [
@@ -262,6 +263,8 @@ class StagedPlan:
 
 def default(problem: AxisProblem, target: Target, math: str = "tf32x3") -> StagedConfig | None:
     """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
+    if problem.block.dtype != "float32":
+        return None
     chosen: dict[str, Any] = {}
     for careful in (_careful_product(problem, "qkv"), _careful_attention(), _careful_product(problem, "out")):
         for candidate in careful:

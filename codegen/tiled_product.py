@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from codegen.layout import Access, padded_stride
-from codegen.sequence import HALF_MATHS
+from codegen.sequence import HALF_PARTS
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Product:
     @property
     def registers(self) -> int:
         """An estimate of registers a thread, from below: accumulators, operands of one step, addressing."""
-        half = self.math in HALF_MATHS
+        half = self.math in HALF_PARTS
         accumulators = 4 * self.warp_rows * self.warp_columns * (2 if half else 1)
         return 32 + accumulators + self.warp_rows * 8 + 2 * self.warp_columns
 

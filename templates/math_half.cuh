@@ -7,6 +7,7 @@
 template <typename Format, int PARTS>
 struct HalfCore {
   static constexpr float SCALE = 2048.0f;
+  static constexpr bool AS_STORED = PARTS == 1 && SAME<Element, Format>;  // weights in memory are operands
 
   struct Words {  // two neighbouring values: rounded, rest
     unsigned part[PARTS];
@@ -28,17 +29,20 @@ struct HalfCore {
     Words pair[2];
   };
 
+  using Read = typename Choose<AS_STORED, unsigned, float>::Type;
+  static constexpr int READS = AS_STORED ? 1 : 2;  // of a pair
+
   template <int F>
   struct Raw {
-    float values[2][2];
+    Read values[2][READS];
   };
 
-  // load_b(tile, column, index, to) reads F neighbouring values of a column of operand B.
+  // load_b(tile, column, index, to) reads F neighbouring values of a column of operand B, as floats or as the words they are in memory.
   template <int F, typename LoadB>
   static __device__ __forceinline__ Raw<F> read(int tile, int step, int lane, LoadB load_b) {
     Raw<F> raw;
     if constexpr (F == 4) {
-      load_b(tile, lane / 4, 16 * step + 4 * (lane % 4), reinterpret_cast<float(&)[4]>(raw.values));
+      load_b(tile, lane / 4, 16 * step + 4 * (lane % 4), reinterpret_cast<Read(&)[2 * READS]>(raw.values));
     } else {
 #pragma unroll
       for (int which = 0; which < 2; ++which) load_b(tile, lane / 4, 16 * step + 8 * which + 2 * (lane % 4), raw.values[which]);
@@ -48,7 +52,10 @@ struct HalfCore {
 
   template <int F>
   static __device__ __forceinline__ Operand<F> pack(const Raw<F>& raw) {
-    return {split(raw.values[0][0], raw.values[0][1]), split(raw.values[1][0], raw.values[1][1])};
+    if constexpr (AS_STORED)
+      return {Words{raw.values[0][0]}, Words{raw.values[1][0]}};
+    else
+      return {split(raw.values[0][0], raw.values[0][1]), split(raw.values[1][0], raw.values[1][1])};
   }
 
   // The sums of products with a rest, which are SCALE times too large until they are added.
@@ -131,18 +138,23 @@ struct HalfCore {
     }
   }
 
-  // 16 keys and 8 channels into operand B of the scores: for each 8 keys a lane has k and k', rounded and then the rests.
+  // 16 keys and 8 channels into operand B of the scores: for each 8 keys a lane has k and k', rounded and then the rests. Quadruples
+  // hold both of these, or the rounded ones of both 8 keys.
   template <int STEPS>
   static __device__ __forceinline__ void store_key(float* b, int row_tile, int step, int lane, const float (&c)[4]) {
     const Words words[2] = {split(c[0], c[1]), split(c[2], c[3])};
-    float* to = b + (row_tile * (STEPS / 2) + step / 2) * PARTS * 128 + 2 * PARTS * lane + step % 2;
+    float* to = b + (row_tile * (STEPS / 2) + step / 2) * PARTS * 128 + 4 * lane + step % 2;
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet)
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part) to[octet * PARTS * 64 + 2 * part] = __uint_as_float(words[octet].part[part]);
+      for (int part = 0; part < PARTS; ++part) {
+        const int pair = octet * PARTS + part;
+        to[pair / 2 * 128 + 2 * (pair % 2)] = __uint_as_float(words[octet].part[part]);
+      }
   }
 
-  // 16 keys and 8 channels into operand B of the weighted sum, whose index is the key: transposed within the warp.
+  // 16 keys and 8 channels into operand B of the weighted sum, whose index is the key: transposed within the warp. Quadruples hold
+  // the rests as well, or the next 8 channels.
   template <int STEPS, int STRIDE>
   static __device__ __forceinline__ void store_value(float* v, int row_tile, int step, int lane, const float (&c)[4]) {
     const Words upper = split(c[0], c[1]), lower = split(c[2], c[3]);
@@ -152,7 +164,7 @@ struct HalfCore {
       words[2 * part] = transpose_8x8(upper.part[part]);
       words[2 * part + 1] = transpose_8x8(lower.part[part]);
     }
-    store(v + ((row_tile * STEPS + step) * 32 + lane) * 2 * PARTS, words);
+    store(v + (row_tile * STEPS + step) / (3 - PARTS) * 128 + 4 * lane + (PARTS == 1 ? 2 * (step % 2) : 0), words);
   }
 
   // Scores of row tile `tile` with the KEYS * 8 keys from row tile `first_key` on, over HEAD_STEPS column tiles from `step` on.
@@ -165,10 +177,13 @@ struct HalfCore {
 #pragma unroll
       for (int p = 0; p < PARTS; ++p) load(quad[p], query + ((tile * (STEPS / 2) + step / 2 + part) * PARTS + p) * 128 + 4 * lane);
 #pragma unroll
-      for (int j = 0; j < KEYS; ++j) {
-        unsigned b[PARTS][2];
-        load(reinterpret_cast<unsigned(&)[2 * PARTS]>(b), key + (((first_key + j / 2) * (STEPS / 2) + step / 2 + part) * 2 + j % 2) * PARTS * 64 + 2 * PARTS * lane);
-        sums.multiply(acc, 0, j, quad, b);
+      for (int j = 0; j < KEYS; j += 2) {
+        unsigned b[2][PARTS][2];
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+          load(reinterpret_cast<unsigned(&)[PARTS][4]>(b)[p], key + (((first_key + j / 2) * (STEPS / 2) + step / 2 + part) * PARTS + p) * 128 + 4 * lane);
+        sums.multiply(acc, 0, j, quad, b[0]);
+        sums.multiply(acc, 0, j + 1, quad, b[1]);
       }
     }
     sums.add_to(acc);
@@ -189,18 +204,13 @@ struct HalfCore {
         for (int part = 0; part < PARTS; ++part) quad[part][2 * which] = upper.part[part], quad[part][2 * which + 1] = lower.part[part];
       }
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) {
-        unsigned b[PARTS][2];
-        load(reinterpret_cast<unsigned(&)[2 * PARTS]>(b), v + (((first_key + pair) * STEPS + step + j) * 32 + lane) * 2 * PARTS);
-        sums.multiply(out, 0, j, quad, b);
+      for (int j = 0; j < COLUMNS; j += 3 - PARTS) {
+        unsigned b[3 - PARTS][PARTS][2];
+        load(reinterpret_cast<unsigned(&)[4]>(b), v + ((first_key + pair) * STEPS + step + j) / (3 - PARTS) * 128 + 4 * lane);
+#pragma unroll
+        for (int next = 0; next < 3 - PARTS; ++next) sums.multiply(out, 0, j + next, quad, b[next]);
       }
     }
     sums.add_to(out);
   }
-};
-
-struct Fp16 {
-  static __device__ __forceinline__ unsigned pack(float first, float second) { return pack_fp16(first, second); }
-  static __device__ __forceinline__ float2 unpack(unsigned word) { return unpack_fp16(word); }
-  static __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_m16n8k16_fp16(c, a, b0, b1); }
 };

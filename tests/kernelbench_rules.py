@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from codegen.kernelbench import violations
+from codegen.reference import torch_dtype
 from codegen.spec import BlockSpec
 
 REFERENCE = """
@@ -32,19 +33,21 @@ def largest_excess(
 ) -> float:
     """How far the module's outputs exceed KernelBench's tolerance, at most; zero or less is accepted.
 
-    Grad mode stays on, eval() is not called, both models are made after seeding with 42 and moved to the device.
+    Grad mode stays on, eval() is not called, both models are made after seeding with 42 and moved to the device and the block's
+    element type; KernelBench's tolerance is 1e-4 in float32, 1e-2 in 16-bit types.
     """
     assert not violations(text)
     names = execute(text, spec, build_directory)
     arguments = [spec.dim, spec.heads, spec.height, spec.width]
+    dtype = torch_dtype(spec)
     models = []
     for kind in (names["Model"], names["ModelNew"]):
         torch.manual_seed(42)
-        models.append(kind(*arguments).to(device=device, dtype=torch.float32))
+        models.append(kind(*arguments).to(device=device, dtype=dtype))
     worst = float("-inf")
     for trial in range(trials):
         torch.manual_seed(trial)
-        x = torch.randn(spec.batch, spec.height, spec.width, spec.dim).to(device)
+        x = torch.randn(spec.batch, spec.height, spec.width, spec.dim).to(device, dtype)
         expected, got = (model(x).detach() for model in models)
         assert got.shape == expected.shape and got.dtype == expected.dtype
         worst = max(worst, float(((got - expected).abs() - tolerance - tolerance * expected.abs()).max()))

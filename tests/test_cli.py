@@ -56,6 +56,8 @@ def instant(monkeypatch: pytest.MonkeyPatch):
         (("tune", "--dim", "many"), "dim"),
         (("tune", "--height", "0"), "height must be"),
         (("tune", "--dtype", "float8"), "dtype 'float8' is not supported"),
+        (("tune", "--dtype", "bf16", "--tolerance", "1e-3"), "--tolerance is for float32"),
+        (("tune", "--dtype", "fp16", "--fix", "math=tf32x3"), "math tf32x3 is not for float16: choose fp16"),
         (("tune", "--arch", "sm_70"), "arch 'sm_70' is not supported"),
         (("tune", "--axis", "diagonal"), "axis must be row, col or both"),
         (("tune", "--fix", "warps=9"), "warps must be one of"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from codegen.render import Kernel, Source, render
 from codegen.sequence import default
-from codegen.spec import BlockSpec
+from codegen.spec import DTYPES, BlockSpec
 from codegen.target import target
 from tuner.compile import CompileCrash, CompileError, Compilers, CompileTimeout, compile_source, first_error
 from tuner.cubin import CubinError, usage
@@ -21,11 +22,12 @@ def source(text: str, name: str = "axial_row") -> Source:
     return Source(SPEC, text, (Kernel(name, "row", 32, 1024, 1, False),))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_default_configuration_compiles(arch):
-    goal = target(arch)
-    configs = {axis: default(SPEC.problem(axis), goal) for axis in SPEC.axes}
-    rendered = render(SPEC, configs)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_default_configuration_compiles(arch, dtype):
+    goal, spec = target(arch), replace(SPEC, dtype=dtype)
+    configs = {axis: default(spec.problem(axis), goal) for axis in spec.axes}
+    rendered = render(spec, configs)
     compiled = compile_source(rendered, goal)
     assert compiled.cubin[:4] == b"\x7fELF"
     assert set(compiled.resources) == {"axial_row", "axial_col"}

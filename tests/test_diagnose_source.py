@@ -10,7 +10,7 @@ import pytest
 
 from codegen.render import Source, render
 from codegen.sequence import default
-from codegen.spec import BlockSpec
+from codegen.spec import DTYPES, BlockSpec
 from codegen.target import target
 from tuner.emulator import Emulator
 from tuner.verify import Checker, diagnose
@@ -23,19 +23,20 @@ MUTANTS = {
     "missing qkv scale": (r"EXPONENT_SCALE = [^;]*;", r"EXPONENT_SCALE = 1.442695041e+00f;", "scores", "not scaled by 1/sqrt(head_dim)"),
     "transposed output weight": (
         r"(from = weight \+ column \* C::DIM \+ ([^;]*);.*?)load_constant\(to, from\);",
-        r"\1for (int i = 0; i < 2; ++i) to[i] = __ldg(weight + (\2 + i) * C::DIM + column);",
+        r"\1for (int i = 0; i < 2; ++i) reinterpret_cast<Element*>(to)[i] = weight[(\2 + i) * C::DIM + column];",
         "output product",
         "transposed weight",
     ),
     "transposed qkv weight": (
         r"(from = weight \+ row \* C::DIM \+ k;.*?)load_constant\(to, from\);",
-        r"\1for (int i = 0; i < F; ++i) to[i] = __ldg(weight + (row / C::DIM * C::DIM + k + i) * C::DIM + row % C::DIM);",
+        r"\1for (int i = 0; i < N * PER_WORD; ++i) "
+        r"reinterpret_cast<Element*>(to)[i] = weight[(row / C::DIM * C::DIM + k + i) * C::DIM + row % C::DIM];",
         "QKV product",
         "transposed weight (each of q, k and v)",
     ),
     "eps": (r"EPSILON = [^;]*;", r"EPSILON = 1e-6f;", "LayerNorm", "eps is 1e-06, not 1e-05"),
     "swapped k and v": (r"else if \(which == 1\)", r"else if (which == 2)", "QKV product", "k and v swapped"),
-    "no residual": (r" \+ residual\[i\]\[j\]\[2 \* half( \+ 1)?\]", r"", "residual", "x is not added"),
+    "no residual": (r" \+ kept\[[01]\]", r"", "residual", "x is not added"),
     "unnormalised softmax": (r"__fdividef\(1\.0f, group_sum<4>\(sum\[\d\]\)\)", r"1.0f", "softmax", "not normalised"),
     "head order": (
         r"(?<=from = weight \+ column \* C::DIM \+ )([^;]*);",
@@ -55,10 +56,12 @@ def source_for(spec: BlockSpec) -> Source:
 
 
 @pytest.mark.parametrize("axis", ["row", "col"])
-@pytest.mark.parametrize("fault", MUTANTS)
-def test_the_stage_of_a_fault_in_the_source_is_named(fault: str, axis: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "dtype"), [(fault, dtype) for fault in MUTANTS for dtype in DTYPES if fault != "plain TF32" or dtype == "float32"]
+)
+def test_the_stage_of_a_fault_in_the_source_is_named(fault: str, dtype: str, axis: str) -> None:
     pattern, replacement, stage, detail = MUTANTS[fault]
-    spec = BlockSpec(16, 2, 3, 39, 1, axes=(axis,)) if axis == "row" else BlockSpec(16, 2, 39, 3, 1, axes=(axis,))
+    spec = BlockSpec(16, 2, *((3, 39) if axis == "row" else (39, 3)), 1, dtype, (axis,))
     source = source_for(spec)
     text, count = re.subn(pattern, replacement, source.text, flags=re.DOTALL)
     assert count, f"the source no longer has what this fault replaces: {pattern}"
@@ -69,7 +72,9 @@ def test_the_stage_of_a_fault_in_the_source_is_named(fault: str, axis: str) -> N
     assert detail in diagnosis.detail
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(16, 2, 3, 39, 1), BlockSpec(24, 3, 17, 5, 2)], ids=lambda spec: spec.name)
-def test_the_source_as_rendered_is_right_at_every_stage(spec: BlockSpec) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(16, 2, 3, 39, 1), (24, 3, 17, 5, 2), (33, 3, 5, 18, 1)])
+def test_the_source_as_rendered_is_right_at_every_stage(shape: tuple[int, ...], dtype: str) -> None:
+    spec = BlockSpec(*shape, dtype)
     diagnosis = diagnose(spec, Emulator(source_for(spec)).run)
     assert diagnosis.ok, str(diagnosis)

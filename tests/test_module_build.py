@@ -398,7 +398,7 @@ def test_the_real_compiler_builds_and_loads_two_modules(path: Path, tmp_path: Pa
     (stubs / "stub.c").write_text("int aoti_torch_get_current_cuda_stream(int device, void** stream) { *stream = 0; return 0; }\n")
     for name in ("libc10_cuda.so", "libtorch_cuda.so"):
         subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", f"-Wl,-soname,{name}", "stub.c", "-o", name], cwd=stubs, check=True)
-    second = emitted.write(tmp_path / "zweites Modul", BlockSpec(dim=24, heads=3, height=4, width=9, axes=("col",)))
+    second = emitted.write(tmp_path / "zweites Modul", BlockSpec(dim=24, heads=3, height=4, width=9, dtype="bfloat16", axes=("col",)))
     program = REAL.format(root=str(HERE.parent), stubs=str(stubs), toolkit=TOOLKIT, paths=[str(path), str(second), str(path)])
     environment = {
         "PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "ein Heim"), "TORCH_CUDA_ARCH_LIST": "8.9+PTX",

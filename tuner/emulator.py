@@ -21,7 +21,7 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from codegen.reference import parameter_shapes
+from codegen.reference import parameter_shapes, torch_dtype
 from codegen.render import Kernel, Source
 from codegen.spec import SpecError
 from tuner.emulator_build import CompileError, build, line_of
@@ -80,9 +80,10 @@ class _Region:
     name: str
     shape: tuple[int, ...]
     writable: bool
+    itemsize: int
 
     @property
-    def words(self) -> int:
+    def elements(self) -> int:
         return torch.Size(self.shape).numel()
 
 
@@ -117,7 +118,7 @@ class Emulator:
             raise EmulationError(Report("compile", f"{KINDS['compile']}: {error}", line=error.line)) from None
 
     def run(self, x: Tensor, weights: Mapping[str, Tensor], *, order: str = "forward", check_races: bool = True) -> Tensor:
-        """The block's output for x (B, H, W, D) and the weights, all float32 on the CPU; words never written are NaN.
+        """The block's output for x (B, H, W, D) and the weights, all of the spec's dtype on the CPU; elements never written are NaN.
 
         order: "forward", "reverse" or "random:SEED", in which ready threads run. B may differ from the spec's batch.
         Raises EmulationError on the first fault, SpecError for tensors that do not fit the spec.
@@ -129,7 +130,7 @@ class Emulator:
             return torch.empty_like(x)
         name, _, seed = order.partition(":")
         plan = [f"order {name} {seed or 0}", f"races {int(check_races)}", f"limit {self.run_limit}"]
-        plan += [f"region {int(region.writable)} {region.words}" for region in regions]
+        plan += [f"region {int(region.writable)} {region.elements} {region.itemsize}" for region in regions]
         indices = {region.name: index for index, region in enumerate(regions)}
         for index, kernel in enumerate(self.source.kernels):
             spec, batch = self.source.spec, x.shape[0]
@@ -143,7 +144,7 @@ class Emulator:
                     file.write(_bytes(tensor))
             self._execute(paths, regions)
             with open(paths[2], "rb") as file:
-                return torch.frombuffer(bytearray(file.read()), dtype=torch.float32).view(x.shape)
+                return torch.frombuffer(bytearray(file.read()), dtype=x.dtype).view(x.shape)
 
     def _execute(self, paths: list[str], regions: Sequence[_Region]) -> None:
         try:
@@ -199,14 +200,15 @@ class Emulator:
         """The name of the buffer that `byte` of a region lies in, and a description of the place."""
         if region >= 0:
             found = regions[region]
-            if not 0 <= byte < 4 * found.words:
-                past = byte - 4 * found.words
+            size = found.elements * found.itemsize
+            if not 0 <= byte < size:
+                past = byte - size
                 where = f"{past} bytes behind its end" if past >= 0 else f"{-byte} bytes before its start"
                 return found.name, f"{found.name} {list(found.shape)} ({where})"
-            index, rest = [], byte // 4
-            for size in reversed(found.shape):
-                index.append(rest % size)
-                rest //= size
+            index, rest = [], byte // found.itemsize
+            for extent in reversed(found.shape):
+                index.append(rest % extent)
+                rest //= extent
             return found.name, f"{found.name}{list(reversed(index))}"
         if region == -1:
             if not 0 <= byte < kernel.shared_bytes:
@@ -226,19 +228,20 @@ def _thread(thread: int) -> str:
 def _regions(source: Source, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[list[_Region], list[Tensor]]:
     """The memory of a run and the content of its read-only part, both in the order of the plan."""
     spec = source.spec
-    if x.dtype != torch.float32 or x.ndim != 4 or tuple(x.shape[1:]) != (spec.height, spec.width, spec.dim):
-        raise SpecError(f"x must be float32 (batch, {spec.height}, {spec.width}, {spec.dim}), not {x.dtype} {tuple(x.shape)}")
-    regions, tensors = [_Region("x", tuple(x.shape), False)], [x]
+    dtype = torch_dtype(spec)
+    if x.dtype != dtype or x.ndim != 4 or tuple(x.shape[1:]) != (spec.height, spec.width, spec.dim):
+        raise SpecError(f"x must be {spec.dtype} (batch, {spec.height}, {spec.width}, {spec.dim}), not {x.dtype} {tuple(x.shape)}")
+    regions, tensors = [_Region("x", tuple(x.shape), False, spec.itemsize)], [x]
     for name, shape in parameter_shapes(spec).items():
         tensor = weights.get(name)
         if tensor is None:
             raise SpecError(f"weight {name} is missing")
-        if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
-            raise SpecError(f"weight {name} must be float32 {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-        regions.append(_Region(name, shape, False))
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise SpecError(f"weight {name} must be {spec.dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+        regions.append(_Region(name, shape, False, spec.itemsize))
         tensors.append(tensor)
-    regions.append(_Region("y", tuple(x.shape), True))
-    regions += (_Region(name, (x.shape[0], elements), True) for name, elements in source.scratch)
+    regions.append(_Region("y", tuple(x.shape), True, spec.itemsize))
+    regions += (_Region(name, (x.shape[0], elements), True, spec.itemsize) for name, elements in source.scratch)
     return regions, tensors
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from codegen.reference import SCORE_LIMIT, Branch, branch
 from codegen.spec import BlockSpec
-from tuner.probes import ROUNDING, TOLERANCE, Probe, name_of
+from tuner.probes import PRECISIONS, ROUNDING, Probe, name_of
 
 
 def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +151,7 @@ class Attention:
         few = max(1, SCORE_LIMIT // (8 * probe.spec.heads * sequences.shape[1] ** 2))
         stages = branch(probe.spec, probe.axis, sequences[:few], {name: tensor.double() for name, tensor in probe.weights.items()})
         observed = probe.sequences[:few]
-        return cls(probe.spec, stages, observed, ROUNDING * (sequences[:few].abs() + observed.abs()))
+        return cls(probe.spec, stages, observed, ROUNDING[probe.x.dtype] * (sequences[:few].abs() + observed.abs()))
 
     def merged(self, heads: Tensor) -> Tensor:
         """(sequences, heads, L, head_dim) -> (sequences, L, dim)."""
@@ -159,8 +159,8 @@ class Attention:
 
     def differs(self, heads: Tensor, condition: float = 1.0) -> Tensor:
         """Where the observation is not this attention result, within condition times the tolerance: (sequences, L, dim)."""
-        merged = self.merged(heads)
-        return (merged - self.observed).abs() > self.rounding + condition * TOLERANCE * merged.square().mean().sqrt()
+        merged, tolerance = self.merged(heads), condition * PRECISIONS[self.spec.dtype].tolerance
+        return (merged - self.observed).abs() > self.rounding + tolerance * merged.square().mean().sqrt()
 
     def explained(self, heads: Tensor, condition: float = 1.0) -> bool:
         """Whether the observation is this attention result."""

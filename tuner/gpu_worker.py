@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from codegen.library import KERNELS
-from codegen.reference import random_input, random_weights
+from codegen.reference import random_input, random_weights, torch_dtype
 from codegen.spec import BlockSpec
 from tuner import gpu
 from tuner.launch import LaunchError, Loaded, MemoryFault
@@ -135,7 +135,7 @@ class GpuWorker:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             module = load_module(request.path)
-            model = module.ModelNew(spec.dim, spec.heads, spec.height, spec.width).cuda()
+            model = module.ModelNew(spec.dim, spec.heads, spec.height, spec.width).to("cuda", torch_dtype(spec))
 
             def run(x: Tensor, weights: Mapping[str, Tensor], grad: bool = False) -> Tensor:
                 model.load_state_dict(dict(weights))
@@ -206,7 +206,7 @@ def _error(check: Check) -> float:
 def _fingerprint(checker: Checker) -> int:
     """A sum over the bits of all inputs, weights and references."""
     tensors = [t for case in checker.cases for t in (case.x, case.expected, *case.weights.values())]
-    return sum(int(t.view(torch.int32).sum(dtype=torch.int64)) for t in tensors)
+    return sum(int(t.view(torch.int32 if t.element_size() % 4 == 0 else torch.int16).sum(dtype=torch.int64)) for t in tensors)
 
 
 def _line(error: BaseException) -> str:

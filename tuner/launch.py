@@ -14,10 +14,10 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from codegen.reference import parameter_shapes
+from codegen.reference import parameter_shapes, torch_dtype
 from codegen.render import Source
 
-_GUARD = 1024  # floats between two tensors of an arena: 4 KB, and a multiple of every alignment a kernel may ask for
+_GUARD = 2048  # elements between two tensors of an arena: at least 4 KB, and a multiple of every alignment a kernel may ask for
 _STATIC_SHARED = 48 * 1024
 _FAULTS = {  # sticky errors: the context is lost (CUDA driver API, CUresult)
     "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "CUDA_ERROR_MISALIGNED_ADDRESS",
@@ -71,14 +71,15 @@ class Loaded:
     def bind(self, x: Tensor, weights: Mapping[str, Tensor], y: Tensor, scratch: Mapping[str, Tensor] | None = None) -> Callable[[], None]:
         """A forward that reads x and writes y, on whatever stream is torch's current when it is called.
 
-        All float32, contiguous, on the GPU: x and y (batch, height, width, dim), weights by the block's parameter names, scratch
-        buffers by theirs (allocated here if None).
+        All of the block's element type, contiguous, on the GPU: x and y (batch, height, width, dim), weights by the block's
+        parameter names, scratch buffers by theirs (allocated here if None).
         """
         tensors = [x, y, *(weights[name] for name in parameter_shapes(self.spec))]
-        if not all(t.is_cuda and t.is_contiguous() and t.dtype == torch.float32 for t in tensors):
-            raise ValueError("x, y and weights must be contiguous float32 CUDA tensors")
+        dtype = torch_dtype(self.spec)
+        if not all(t.is_cuda and t.is_contiguous() and t.dtype == dtype for t in tensors):
+            raise ValueError(f"x, y and weights must be contiguous {self.spec.dtype} CUDA tensors")
         if scratch is None:
-            scratch = {name: torch.empty(x.shape[0] * elements, device=x.device) for name, elements in self.scratch}
+            scratch = {name: torch.empty(x.shape[0] * elements, device=x.device, dtype=dtype) for name, elements in self.scratch}
         named = {"x": x, "y": y, **weights, **scratch}
         launches = [self._launch(index, named) for index in range(len(self.kernels))] if x.shape[0] else []
 
@@ -116,7 +117,7 @@ class Loaded:
         shapes = {name: tuple(t.shape) for name, t in used.items()} | {"y": tuple(x.shape)}
         shapes |= {name: (x.shape[0] * elements,) for name, elements in self.scratch}
         sizes = {name: -(-math.prod(shape) // _GUARD) * _GUARD + _GUARD for name, shape in shapes.items()}
-        arena = torch.full((_GUARD + sum(sizes.values()),), float("nan"), device="cuda")
+        arena = torch.full((_GUARD + sum(sizes.values()),), float("nan"), device="cuda", dtype=torch_dtype(self.spec))
         offset, views = _GUARD, {}
         for name, shape in shapes.items():
             views[name] = arena[offset : offset + math.prod(shape)].view(shape)
@@ -130,7 +131,7 @@ class Loaded:
         result = y.clone()
         for written in (y, *scratch.values()):
             written.fill_(float("nan"))
-        if not torch.equal(arena.view(torch.int32), before.view(torch.int32)):
+        if not torch.equal(arena.view(torch.int32), before.view(torch.int32)):  # bits, as NaN is not equal to itself
             raise MemoryFault("a kernel wrote outside its output")
         return result.to(x.device)
 

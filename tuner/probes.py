@@ -17,10 +17,39 @@ from codegen.reference import reference, to_sequences
 from codegen.spec import BlockSpec
 
 STAGES = ("LayerNorm", "QKV product", "scores", "softmax", "weighted sum", "output product", "output bias", "residual")
-TOLERANCE = 2e-5  # of the probe's own scale; three TF32 products stay below a quarter of it
-INEXACT = 2e-2  # errors up to this size look like operands of 8 to 11 bits (TF32, half, bfloat16) rather than a wrong formula
-LOUDNESS = 30.3  # scale of equal tokens; not a whole number, lest it be taken for a number of keys
-ROUNDING = 2 * torch.finfo(torch.float32).eps
+ROUNDING = {  # of storing the sum of x and a branch once per axis, relative to both; in float32 with room to spare
+    torch.float32: 2 * torch.finfo(torch.float32).eps,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+    torch.float16: torch.finfo(torch.float16).eps,
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What can be told from rounding errors in an element type.
+
+    tolerance: error of a right block, of the probe's own scale. loose: the same where quantities derived from an observation are
+    compared with a known fault's. negligible: a key's weight, relative to that of equal ones, that counts as none. inexact: errors
+    up to this size look like operands rounded too far rather than a wrong formula. loudness: scale of equal tokens; large
+    enough for eps not to matter, small enough for y to show the branch, and not a whole number, lest it be taken for a number of keys.
+    moderate: the largest score of the probe of softmax itself; rounded operands shift a score in proportion to it.
+    """
+
+    dtype: torch.dtype
+    tolerance: float
+    loose: float
+    negligible: float
+    inexact: float
+    loudness: float
+    moderate: float
+
+
+PRECISIONS = {
+    # three TF32 products stay below a quarter of the tolerance
+    "float32": Precision(torch.float32, 2e-5, 2e-4, 1e-3, 2e-2, 30.3, 8.0),
+    "bfloat16": Precision(torch.bfloat16, 5e-2, 1e-1, 0.2, 2e-1, 1.3, 4.0),
+    "float16": Precision(torch.float16, 1.2e-2, 2.5e-2, 0.05, 5e-2, 1.3, 8.0),
+}
 
 Runner = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
@@ -50,7 +79,7 @@ class Diagnosis:
 class Probe:
     """One run of the block with a single active axis, and what it added to x.
 
-    spec: the block of that axis alone. weights: of that axis alone, float32. added: y - x as a float64 grid.
+    spec: the block of that axis alone. weights: of that axis alone. added: y - x as a float64 grid.
     """
 
     spec: BlockSpec
@@ -61,6 +90,10 @@ class Probe:
     @property
     def axis(self) -> str:
         return self.spec.axes[0]
+
+    @property
+    def precision(self) -> Precision:
+        return PRECISIONS[self.spec.dtype]
 
     @property
     def finite(self) -> bool:
@@ -94,13 +127,13 @@ class Probe:
         added = self.expected if added is None else added
         if not self.finite:
             return math.inf
-        beyond = ((self.added - added).abs() - ROUNDING * (self.x.double().abs() + added.abs())).clamp_min(0.0)
+        beyond = ((self.added - added).abs() - ROUNDING[self.x.dtype] * (self.x.double().abs() + added.abs())).clamp_min(0.0)
         largest = float(beyond.max())
         return largest / max(float(added.square().mean().sqrt()), 1e-30) if largest else 0.0
 
     def agrees(self, added: Tensor | None = None, condition: float = 1.0) -> bool:
         """Whether the observation is `added` (the reference's unless given) within condition times the tolerance."""
-        return self.error(added) <= condition * TOLERANCE
+        return self.error(added) <= condition * self.precision.tolerance
 
     def part(self, name: str) -> Tensor:
         """One of the probe's weights in float64, by its name in Bench.observe; qkv for q, k and v together."""
@@ -114,8 +147,9 @@ class Probe:
         error = self.error(added)
         if not self.finite:
             detail = f"{int((~torch.isfinite(self.added)).sum())} of {self.added.numel()} elements are not finite"
-        elif error <= INEXACT:
-            detail = f"inexact: error {error:.2g} of its scale, as from operands rounded to TF32 or 16 bits"
+        elif error <= self.precision.inexact:
+            rounded = "to TF32 or 16 bits" if self.spec.dtype == "float32" else "further than to the element type"
+            detail = f"inexact: error {error:.2g} of its scale, as from operands rounded {rounded}"
         else:
             detail = f"error {error:.2g} of its scale, and no known fault explains it"
         return Diagnosis(stage, self.axis, detail, error)
@@ -145,8 +179,13 @@ class Bench:
 
     def __init__(self, spec: BlockSpec, runner: Runner, seed: int, device: torch.device | str) -> None:
         self.spec, self.runner, self.device = spec, runner, device
+        self.precision = PRECISIONS[spec.dtype]
         self.generator = torch.Generator(device).manual_seed(seed)
         self.shape = (min(spec.batch, 2), spec.height, spec.width, spec.dim)
+
+    def stored(self, values: Tensor) -> Tensor:
+        """The values rounded to the block's element type."""
+        return values.to(self.precision.dtype)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device)
@@ -169,7 +208,7 @@ class Bench:
 
     def same_tokens(self, direction: Tensor) -> Tensor:
         """Every token of every sequence is `direction`, large enough for eps not to matter and without a mean to subtract."""
-        return (LOUDNESS * direction).expand(self.shape).contiguous()
+        return (self.precision.loudness * direction).expand(self.shape).contiguous()
 
     def quiet(self, axis: str) -> dict[str, Tensor]:
         """Weights with which `axis` adds nothing, even where LayerNorm or softmax are wrong."""
@@ -183,7 +222,8 @@ class Bench:
         """y - x in float64, with quiet weights where none are given."""
         weights = {name: value for axis in self.spec.axes for name, value in self.quiet(axis).items()}
         weights |= given
-        y = self.runner(x.clone(), weights)
+        x = self.stored(x)
+        y = self.runner(x.clone(), {name: self.stored(value) for name, value in weights.items()})
         if y.shape != x.shape:
             raise ValueError(f"the runner returned {tuple(y.shape)} for an input of {tuple(x.shape)}")
         return y.to(x.device).double() - x.double()
@@ -209,6 +249,7 @@ class Bench:
         for index, value in enumerate((q, k, v)):
             if value is not None:
                 weights[name_of(axis, "qkv")][index * self.spec.dim : (index + 1) * self.spec.dim] = value
+        x, weights = self.stored(x), {name: self.stored(value) for name, value in weights.items()}
         return Probe(replace(self.spec, axes=(axis,)), x, weights, self.run(x, weights))
 
     def identity(self) -> Tensor:

@@ -26,12 +26,12 @@ class FormWorker:
     def __init__(self, name: str, spec: BlockSpec, uuid: str, seed: int) -> None:
         import torch
 
-        from codegen.reference import Model, ModelSDPA
+        from codegen.reference import Model, ModelSDPA, torch_dtype
         from tuner.gpu_worker import Inputs, no_grad_forward
 
         torch.set_float32_matmul_precision("highest")  # the precision that a kernel is held to
         inputs = Inputs.random(spec, seed)
-        model = (ModelSDPA if "SDPA" in name else Model).from_spec(spec).cuda().eval()
+        model = (ModelSDPA if "SDPA" in name else Model).from_spec(spec).to("cuda", torch_dtype(spec)).eval()
         model.load_state_dict(inputs.weights)
         called = torch.compile(model, dynamic=False) if "compile" in name else model
         self._forwards = [no_grad_forward(called, x) for x in inputs.x]

@@ -74,6 +74,7 @@ def run(request: Request, console: Console) -> int:
     from tuner.tune import TuneOptions, tune
 
     fixed = parse_fixed(request.fix)
+    _check_tolerance(request.spec, request.tolerance)
     gpu, why = usable_gpu(request.gpu, request.arch)
     to = gpu.target if gpu is not None else target(request.arch or DEFAULT_ARCH)
     spaces(request.spec, to, fixed=fixed, tolerance=request.tolerance)  # refuses at once what cannot be
@@ -110,6 +111,11 @@ def run(request: Request, console: Console) -> int:
         backend.close()
     closing(console, options, result, measured=gpu is not None)
     return result.exit_code
+
+
+def _check_tolerance(spec: BlockSpec, tolerance: float) -> None:
+    if spec.itemsize < 4 and tolerance != FP32_TOLERANCE:
+        raise SpecError(f"--tolerance is for float32: {spec.dtype} is held to twice the error of PyTorch's own form; leave it out")
 
 
 def _study(request: Request) -> str:
@@ -192,6 +198,7 @@ def verify_module(file: Path, on: str, gpu: int | None, seed: int, tolerance: fl
         raise SpecError(f"--on must be cpu or gpu, not {on!r}")
     emitted = read_module(file)
     spec = emitted.spec
+    _check_tolerance(spec, tolerance)
     if on == "cpu":
         spec = replace(spec, batch=1)  # kernels do the same for every image of a batch
         emulator = Emulator(emitted.source)

@@ -19,7 +19,7 @@ from typing import Any
 
 from codegen.config import Config, Value
 from codegen.families import FAMILIES, plan_of
-from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.sequence import DTYPE_MATHS, SequenceConfig, SequencePlan
 from codegen.spec import AxisProblem, BlockSpec, SpecError
 from codegen.target import Target
 
@@ -35,8 +35,10 @@ SMALLER = "choose a smaller dim or a shorter axis"
 _SAMPLE = 48
 
 
-def allowed_maths(tolerance: float) -> tuple[str, ...]:
-    """The arithmetics of the products that can hold `tolerance`."""
+def allowed_maths(tolerance: float, dtype: str = "float32") -> tuple[str, ...]:
+    """The arithmetics of the products that can hold `tolerance`, which is float32's: a 16-bit type has arithmetics of its own."""
+    if dtype != "float32":
+        return DTYPE_MATHS[dtype]
     return (*FP32_MATHS, "tf32") if tolerance > TF32_TOLERANCE else FP32_MATHS
 
 
@@ -245,15 +247,18 @@ def space(
     """
     kind = FAMILIES[family]
     values = dict(kind.config.tunables())
-    maths = allowed_maths(tolerance)
+    dtype = problem.block.dtype
+    maths = allowed_maths(tolerance, dtype)
     values["math"] = tuple(m for m in values["math"] if m in maths)
     if "dependent_launch" in values:
         values["dependent_launch"] = tuple(dependent_launch) if dependent_launch is not None else (target.dependent_launch,)
     for name, value in (fixed or {}).items():
+        if name == "math" and value not in DTYPE_MATHS[dtype]:
+            raise SpecError(f"math {value} is not for {dtype}: choose {' or '.join(maths)}")
         if name == "math" and value not in maths:
             raise SpecError(f"math {value} cannot hold a tolerance of {tolerance:g}: relax it with --tolerance above {TF32_TOLERANCE:g}")
         values[name] = (value,)
-    preferred = (*values["math"], *maths) if len(values["math"]) == 1 else ("tf32x3", "ffma")
+    preferred = (*values["math"], *maths) if len(values["math"]) == 1 else DTYPE_MATHS[dtype]
     begin = next((start for math in preferred if (start := kind.default(problem, target, str(math))) is not None), None)
     draft = Space(problem, target, values, begin or kind.config())
     if begin is not None and draft.legal(begin):

@@ -9,6 +9,7 @@ several faults in one axis the one nearest to the output is found.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,10 @@ from torch import Tensor
 from codegen.reference import reference, to_grid, to_sequences
 from codegen.spec import BlockSpec
 from tuner.faults import NORM_FAULTS, QKV_FAULTS, SCORE_WEIGHTS, Attention, qkv_fault, residual_faults
-from tuner.probes import TOLERANCE, Bench, Diagnosis, Probe, Runner, largest, name_of, spread
+from tuner.probes import Bench, Diagnosis, Probe, Runner, largest, name_of, spread
 
 SATURATED = 60.0  # a score this far ahead of all others leaves them no weight that float32 could show
 STEEP = 600.0  # the largest score of the saturating probe
-MODERATE = 8.0  # the largest score of the probe of softmax itself
 MAX_KEYS = 512  # longest sequence for which the weight of each key is solved for
 
 
@@ -44,8 +44,8 @@ def first_disagreement(spec: BlockSpec, runner: Runner, seed: int = 0, device: t
 
 def residual(bench: Bench) -> Diagnosis | None:
     """Without branches y must be x. Biases then tell which axis lost it, as x passes through all of them in turn."""
-    x, axes = bench.tokens(), bench.spec.axes
-    affine = {axis: (bench.normal(bench.spec.dim), bench.normal(bench.spec.dim)) for axis in axes}
+    x, axes = bench.stored(bench.tokens()), bench.spec.axes
+    affine = {axis: (bench.stored(bench.normal(bench.spec.dim)), bench.stored(bench.normal(bench.spec.dim))) for axis in axes}
     given = {name_of(axis, part): value for axis in axes for part, value in zip(("gain", "beta"), affine[axis], strict=True)}
     added = bench.run(x, given)
     broken = ~torch.isfinite(added)
@@ -53,9 +53,9 @@ def residual(bench: Bench) -> Diagnosis | None:
         detail = f"{int(broken.sum())} of {broken.numel()} elements of the output are not finite (never written?), even with zero weights"
         return Diagnosis("residual", axes[0], detail, math.inf)
     error = float(added.abs().max()) / float(x.double().square().mean().sqrt())
-    if error <= TOLERANCE:
+    if error <= bench.precision.tolerance:
         return None
-    biases = {axis: bench.normal(bench.spec.dim) for axis in axes}
+    biases = {axis: bench.stored(bench.normal(bench.spec.dim)) for axis in axes}
     y = bench.run(x, given | {name_of(axis, "bias"): bias for axis, bias in biases.items()}) + x.double()
     for culprit in axes:
         for index in range(4):
@@ -66,7 +66,7 @@ def residual(bench: Bench) -> Diagnosis | None:
                     normalised = F.layer_norm(carried, (bench.spec.dim,), gain, beta, bench.spec.eps)
                     detail, carried = list(residual_faults(carried, normalised))[index]
                 carried = carried + biases[axis].double()
-            if float((y - carried).abs().max()) <= 10 * TOLERANCE:
+            if float((y - carried).abs().max()) <= bench.precision.loose:
                 return Diagnosis("residual", culprit, detail, error)
     return Diagnosis("residual", axes[0] if len(axes) == 1 else "", f"error {error:.2g}, and no known fault explains it", error)
 
@@ -81,7 +81,7 @@ def output_bias(bench: Bench, axis: str) -> Diagnosis | None:
     if probe.agrees(2 * probe.expected):
         return probe.diagnosis("output bias", "added twice")
     unchanged = (probe.added == 0).all(-1)
-    if unchanged.any() and bool(((probe.added - probe.expected).abs() <= 10 * TOLERANCE)[~unchanged].all()):
+    if unchanged.any() and bool(((probe.added - probe.expected).abs() <= bench.precision.loose)[~unchanged].all()):
         image, row, column = unchanged.nonzero()[0].tolist()
         detail = f"{int(unchanged.sum())} of {unchanged.numel()} tokens are never written, the first at "
         detail += f"image {image}, row {row}, column {column}"
@@ -137,27 +137,29 @@ def equal_tokens(bench: Bench, axis: str) -> Diagnosis | None:
 
 def _sum_of_weights(bench: Bench, probe: Probe, seen: Tensor, value: Tensor) -> Diagnosis | None:
     factor = (seen * value).sum(-1) / value.square().sum(-1)
-    if float((seen - factor[..., None] * value).abs().max()) > 10 * TOLERANCE * float(factor.abs().max()):
+    if float((seen - factor[..., None] * value).abs().max()) > bench.precision.loose * float(factor.abs().max()):
         return None
+    loose = bench.precision.loose
     low, high, length, dim = float(factor.min()), float(factor.max()), seen.shape[1], bench.spec.dim
-    if abs(low - 1) <= 10 * TOLERANCE and abs(high - 1) <= 10 * TOLERANCE:
+    if abs(low - 1) <= loose and abs(high - 1) <= loose:
         return probe.unexplained("weighted sum")
     if not bench.observe(probe.axis, 2 * probe.x, **_parts(probe)).agrees(probe.added):
         return layer_norm(bench, probe.axis) or probe.diagnosis("LayerNorm", "its result grows with x")
     bessel = math.sqrt((dim - 1) / dim)
-    if max(abs(low - bessel), abs(high - bessel)) <= 10 * TOLERANCE:
+    if max(abs(low - bessel), abs(high - bessel)) <= loose:
         return probe.diagnosis("LayerNorm", "variance divided by dim - 1")
     if low == 0 == high:
         return probe.diagnosis("weighted sum", "missing: attention gives zero")
-    span = f"{low:.4g}" if high - low <= 1e-3 * abs(high) else f"{low:.4g} to {high:.4g}"
-    unnormalised = abs(low - length) <= 1e-3 * length and abs(high - length) <= 1e-3 * length
+    near = max(1e-3, loose)
+    span = f"{low:.4g}" if high - low <= near * abs(high) else f"{low:.4g} to {high:.4g}"
+    unnormalised = abs(low - length) <= near * length and abs(high - length) <= near * length
     detail = f"not normalised: the weights of {length} equal keys sum to {span}, not 1"
     return probe.diagnosis("softmax", detail if unnormalised or high > 1 else f"the weights sum to {span}, not 1 (padded keys counted?)")
 
 
 def _order_of_channels(probe: Probe, seen: Tensor, value: Tensor) -> Diagnosis | None:
     heads, head_dim = value.shape
-    allowed = 10 * TOLERANCE * float(value.square().mean().sqrt())
+    allowed = probe.precision.loose * float(value.square().mean().sqrt())
     distance = (seen[:, :, :, None] - value).abs().amax((0, 1, 4))
     source = distance.argmin(1)
     if float(distance.amin(1).max()) <= allowed and source.tolist() != list(range(heads)):
@@ -171,8 +173,8 @@ def _order_of_channels(probe: Probe, seen: Tensor, value: Tensor) -> Diagnosis |
 
 def _dead_channels(probe: Probe, added: Tensor) -> str:
     """The channels which are always zero, if all others are as in `added`; else an empty string."""
-    dead = (probe.added == 0).flatten(0, 2).all(0)
-    alike = bool(((probe.added - added).abs() <= 10 * TOLERANCE)[..., ~dead].all())
+    dead = (probe.added == 0).flatten(0, 2).all(0) & (added.abs().flatten(0, 2).amax(0) > probe.precision.loose)
+    alike = bool(((probe.added - added).abs() <= probe.precision.loose)[..., ~dead].all())
     return _ranges(dead) if alike and not dead.all() else ""
 
 
@@ -222,7 +224,8 @@ def layer_norm(bench: Bench, axis: str) -> Diagnosis | None:
     scale = torch.tensor([math.sqrt(eps), 1.0, 0.2], device=bench.device)[torch.arange(number, device=bench.device) % 3]
     each = (spread(bench.normal(number, 1, dim)) + 2.0 + bench.normal(number, 1, 1)) * scale[:, None, None]
     x = to_grid(axis, each.expand(number, length, dim), torch.Size(bench.shape)).contiguous()
-    gain, beta = 1.0 + 0.5 * (2 * torch.rand(dim, generator=bench.generator, device=bench.device) - 1), bench.normal(dim)
+    gain = bench.stored(1.0 + 0.5 * (2 * torch.rand(dim, generator=bench.generator, device=bench.device) - 1))
+    beta = bench.stored(bench.normal(dim))
     probe = bench.observe(axis, x, gain=gain, beta=beta, v=bench.identity(), out=bench.identity())
     if probe.agrees():
         return None
@@ -235,11 +238,12 @@ def layer_norm(bench: Bench, axis: str) -> Diagnosis | None:
         centred = inputs - inputs.mean(-1, keepdim=True)
         variance = centred.square().mean(-1)
         factor = ((probe.sequences - b) / g * centred).sum(-1) / centred.square().sum(-1)
+        digits = 3 if bench.spec.itemsize == 4 else 1
         fitted = float((1 / factor.square() - variance)[0].median())  # of the first sequence, in which eps weighs most
         if fitted < 1e-3 * eps and probe.agrees(probe.would_add(eps=1e-30)):
             return probe.diagnosis("LayerNorm", f"eps is missing, not {eps:g}")
         if 0 < fitted < 1 and probe.agrees(probe.would_add(eps=fitted), 2.0):
-            return probe.diagnosis("LayerNorm", f"eps is {fitted:.3g}, not {eps:g}")
+            return probe.diagnosis("LayerNorm", f"eps is {fitted:.{digits}g}, not {eps:g}")
     for detail, fault in NORM_FAULTS.items():
         if probe.agrees(grid(fault(inputs, g, b, eps)), 2.0):
             return probe.diagnosis("LayerNorm", detail)
@@ -251,7 +255,7 @@ def layer_norm(bench: Bench, axis: str) -> Diagnosis | None:
 def _along_other_axis(probe: Probe) -> Tensor:
     """What attention along the other axis, with this axis' weights, would add."""
     other = "col" if probe.axis == "row" else "row"
-    spec = BlockSpec(probe.spec.dim, probe.spec.heads, probe.spec.height, probe.spec.width, axes=(other,), eps=probe.spec.eps)
+    spec = replace(probe.spec, axes=(other,))
     weights = {f"{other}{name.removeprefix(probe.axis)}": value for name, value in probe.weights.items()}
     return reference(spec, probe.x, weights) - probe.x.double()
 
@@ -270,11 +274,12 @@ def weighted_sum(bench: Bench, axis: str) -> Diagnosis | None:
     solved = torch.linalg.solve(torch.einsum("njd,nkd->jk", keys, keys), torch.einsum("njd,nid->ji", keys, probe.sequences)).T
     if not probe.agrees(to_grid(axis, solved @ keys, probe.x.shape), 5.0):
         return probe.unexplained("weighted sum")
-    dropped = (solved.abs() < 1e-3 / length).all(0)
+    small = probe.precision.negligible / length
+    dropped = (solved.abs() < small).all(0)
     kept = solved[:, ~dropped]
-    if dropped.any() and dropped.sum() < length and float((kept - kept.mean()).abs().max()) < 1e-3 / length:
+    if dropped.any() and dropped.sum() < length and float((kept - kept.mean()).abs().max()) < small:
         return probe.diagnosis("weighted sum", f"keys {_ranges(dropped)} of {length} are ignored")
-    if float(solved.triu(1).abs().max()) < 1e-3 / length:
+    if float(solved.triu(1).abs().max()) < small:
         return probe.diagnosis("weighted sum", "keys behind the query are ignored (a causal mask)")
     low, high = float(solved.min()), float(solved.max())
     return probe.diagnosis("weighted sum", f"{length} keys of equal score weigh from {low:.3g} to {high:.3g}, not {1 / length:.3g} each")
@@ -289,7 +294,7 @@ def attention(bench: Bench, axis: str) -> Diagnosis | None:
     def probe_with(score: float) -> Probe:
         return bench.observe(axis, x, q=q * (score / unit), k=k, v=v, out=bench.identity())
 
-    moderate, steep = probe_with(MODERATE), probe_with(STEEP)
+    moderate, steep = probe_with(bench.precision.moderate), probe_with(STEEP)
     saturated = _saturated_agrees(steep)
     if not moderate.agrees():
         seen = Attention.of(moderate)
@@ -304,7 +309,7 @@ def attention(bench: Bench, axis: str) -> Diagnosis | None:
     if not steep.finite:
         return steep.diagnosis("softmax", f"overflows at scores of {STEEP:g}: is the maximum subtracted?")
     if not saturated:
-        return steep.diagnosis("softmax", f"wrong at scores of {STEEP:g}, though right at {MODERATE:g}")
+        return steep.diagnosis("softmax", f"wrong at scores of {STEEP:g}, though right at {bench.precision.moderate:g}")
     return None
 
 

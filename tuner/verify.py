@@ -1,8 +1,9 @@
 """Whether a block's implementation is right, by its numbers alone, and which of its stages disagrees when it is not.
 
-An implementation is a runner: (x, weights) -> y, float32, with x (batch, height, width, dim) and the weights by the
-reference's parameter names. It is compared with the float64 reference in two ways: the whole output, scaled to the output's
-root mean square, and the branch alone (y - x), scaled to the branch's, so that the residual cannot hide it.
+An implementation is a runner: (x, weights) -> y, all of the block's element type, with x (batch, height, width, dim) and the
+weights by the reference's parameter names. It is compared with the float64 reference in two ways: the whole output, scaled to
+the output's root mean square, and the branch alone (y - x), scaled to the branch's, so that the residual cannot hide it.
+float32 is held to a tolerance; 16-bit types to twice the error of PyTorch's own form of the same type on the same input.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from codegen.reference import SCORE_LIMIT, branch, random_input, random_weights, reference, to_sequences
+from codegen.reference import SCORE_LIMIT, branch, random_input, random_weights, reference, to_sequences, torch_dtype
 from codegen.spec import BlockSpec
-from tuner.probes import Diagnosis, Runner, largest
+from tuner.probes import ROUNDING, Diagnosis, Runner, largest
 from tuner.stages import first_disagreement
 
 TOLERANCE = 1e-5
-ROUNDING = 2 * torch.finfo(torch.float32).eps  # storing the sum of x and a branch, once per axis
+WORSE = 2.0  # by how much the error of a 16-bit block may exceed that of PyTorch's form
 LARGE_SCORE = 150.0  # beyond the range of float32's exp, so that a softmax needs its maximum subtracted
 WELL_CONDITIONED = 8.0  # scores up to this size are held to the tolerance itself
 UNCANCELLED = 32.0  # a token's root mean square over its deviation up to which the tolerance holds as well
@@ -45,13 +46,15 @@ class Check:
 @dataclass(frozen=True)
 class Case:
     """One input with its float64 output. condition: by how much ill-conditioned numbers
-    (large scores, nearly equal channels) may exceed the tolerance, at least 1."""
+    (large scores, nearly equal channels) may exceed the tolerance, at least 1. allowed: what the error and the branch's error,
+    divided by it, may be; None for the checker's tolerance."""
 
     name: str
     x: Tensor
     weights: Mapping[str, Tensor]
     expected: Tensor
     condition: float = 1.0
+    allowed: tuple[float, float] | None = None
 
     def shuffled(self, generator: torch.Generator) -> Case:
         """The same case with images, rows and columns in another order: attention along an axis does not depend on the
@@ -67,6 +70,7 @@ class Checker:
     """The cases of one specification with their references, computed once and then used for any number of runners.
 
     seed: of all random draws. device: where inputs, weights and references live, and so what runners are called with.
+    tolerance: of float32; 16-bit types are measured against PyTorch's own form, on the same device.
     batch: of the main case, the specification's unless given; another case has another batch. quick: leaves out each
     axis alone and large scores, for runners that take seconds.
     repeats: how often each case is run, in fresh orders, which shows faults that come and go.
@@ -147,7 +151,16 @@ def _cases(spec: BlockSpec, generator: torch.Generator, batch: int, quick: bool)
 
 
 def _case(name: str, spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], condition: float = 1.0) -> Case:
-    return Case(name, x, weights, reference(spec, x, weights), condition * _cancellation(spec, x))
+    case = Case(name, x, weights, reference(spec, x, weights), condition * _cancellation(spec, x))
+    return case if spec.itemsize == 4 else replace(case, allowed=_allowed(spec, case))
+
+
+def _allowed(spec: BlockSpec, case: Case) -> tuple[float, float]:
+    """WORSE times the errors of PyTorch's own form of the element type, but no less than its rounding."""
+    least = torch.finfo(torch_dtype(spec)).eps
+    found = _errors(case, reference(spec, case.x, case.weights, torch_dtype(spec)).double())
+    error, branch_error = (max(least, one) if math.isfinite(one) else least for one in found)
+    return WORSE * error, WORSE * branch_error
 
 
 def _cancellation(spec: BlockSpec, x: Tensor) -> float:
@@ -159,11 +172,11 @@ def _cancellation(spec: BlockSpec, x: Tensor) -> float:
 
 def _mixed(spec: BlockSpec, generator: torch.Generator, batch: int) -> Tensor:
     """Tokens each with a mean and a scale of its own: at 0.001 LayerNorm's eps shows, at 100 the branch is small beside x."""
-    x = random_input(spec, generator, batch=batch)
+    x = random_input(spec, generator, batch=batch).float()
     tokens = (*x.shape[:3], 1)
     mean = torch.randn(tokens, generator=generator, device=x.device)
     exponent = 5.0 * torch.rand(tokens, generator=generator, device=x.device) - 3.0
-    return (x + mean) * 10.0**exponent
+    return ((x + mean) * 10.0**exponent).to(torch_dtype(spec))
 
 
 def _alone(spec: BlockSpec, axis: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -197,19 +210,28 @@ def _run(case: Case, runner: Runner, tolerance: float) -> Check:
     broken = ~torch.isfinite(y)
     if broken.any():
         return failed(f"{int(broken.sum())} of {y.numel()} elements are not finite, the first at {place(broken)}")
-    x = x.double()
+    error, branch_error = _errors(case, y)
+    allowed, allowed_branch = case.allowed or (tolerance, tolerance)
+    if error <= allowed and branch_error <= allowed_branch:
+        return Check(True, error, branch_error)
+    if torch.equal(y, x.double()):
+        return failed("returns its input: the branch adds nothing", error, branch_error)
+    what, worst, most = ("branch's", branch_error, allowed_branch) if branch_error > allowed_branch else ("output's", error, allowed)
+    deviation = (y - case.expected).abs()
+    limit = f"{most:g}"
+    if case.allowed is not None:
+        limit = f"{most:.2g}, {WORSE:g} times that of PyTorch's {str(x.dtype).removeprefix('torch.')} form"
+    where = place(deviation == deviation.max())
+    return failed(f"error {worst:.2g} of the {what} scale exceeds {limit}, the largest at {where}", error, branch_error)
+
+
+def _errors(case: Case, y: Tensor) -> tuple[float, float]:
+    """The error and the branch's error of a float64 output; see Check."""
+    x = case.x.double()
     added = case.expected - x
     deviation = (y - case.expected).abs()
-    beyond = (deviation - ROUNDING * (x.abs() + added.abs())).clamp_min(0.0)
-    error = float(deviation.max()) / rms(case.expected) / case.condition
-    branch_error = float(beyond.max()) / rms(added) / case.condition
-    if error <= tolerance and branch_error <= tolerance:
-        return Check(True, error, branch_error)
-    if torch.equal(y, x):
-        return failed("returns its input: the branch adds nothing", error, branch_error)
-    what, worst = ("branch's", branch_error) if branch_error > tolerance else ("output's", error)
-    wrong = deviation == deviation.max()
-    return failed(f"error {worst:.2g} of the {what} scale exceeds {tolerance:g}, the largest at {place(wrong)}", error, branch_error)
+    beyond = (deviation - ROUNDING[case.x.dtype] * (x.abs() + added.abs())).clamp_min(0.0)
+    return float(deviation.max()) / rms(case.expected) / case.condition, float(beyond.max()) / rms(added) / case.condition
 
 
 def place(mask: Tensor) -> str:

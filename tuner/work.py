@@ -49,7 +49,8 @@ class _Math:
 
     product: one tile product; load_a: operand A's tile (16 x 8), weights: 8 x 8 weights read 2 at a time, key, value: 8 x 8 of
     these; share: handing a tile of attention weights to the lanes that need it; split_a, split_b: splitting or rounding a
-    tile of A or B at each use; split_pair: splitting two values of a lane when they are stored, or when weights are read.
+    tile of A or B at each use; split_pair: splitting or rounding two values of a lane when they are stored, split_weights: when
+    weights are read.
     """
 
     product: float
@@ -61,6 +62,7 @@ class _Math:
     split_a: float = 0.0
     split_b: float = 0.0
     split_pair: float = 0.0
+    split_weights: float = 0.0
 
 
 MATHS = {
@@ -68,7 +70,10 @@ MATHS = {
     "tf32": _Math(product=1.0, split_a=4.0, split_b=2.0),
     "tf32x3": _Math(product=3.0, split_a=8.0, split_b=4.0),
     # mma.m16n8k16 takes 16 indices at once; operands are split once, when stored: pack, unpack, subtract, scale, pack
-    "fp16x3": _Math(product=1.5, value=0.5, split_pair=7.0),
+    "fp16x3": _Math(product=1.5, value=0.5, split_pair=7.0, split_weights=7.0),
+    # weights are operands as they are in memory; pages of A, keys and values hold twice as much
+    "bf16": _Math(product=0.5, load_a=0.5, key=0.25, value=0.25, split_pair=1.0),
+    "fp16": _Math(product=0.5, load_a=0.5, key=0.25, value=0.25, split_pair=1.0),
 }
 
 
@@ -119,7 +124,7 @@ def parts(plan: SequencePlan, resources: Resources, target: Target) -> Parts:
         serial=waves * sum(s.warp for s in stages) * cycle,
         shared=busiest * sum(s.wavefronts for s in stages) * cycle,
         wait=waves * sum(s.wait for s in stages) * cycle,
-        grid=4 * tokens * plan.dim * readings / (target.bandwidth * 1e3),
+        grid=plan.problem.block.itemsize * tokens * plan.dim * readings / (target.bandwidth * 1e3),
         weights=busiest * sum(s.weight_bytes for s in stages) / L2_BYTES_PER_CYCLE * cycle,
         spill=busiest * resources.local_bytes * plan.threads / 128 * cycle,
     )
@@ -146,7 +151,7 @@ def _normalisation(plan: SequencePlan) -> _Stage:
     reductions = 2 * 2 * math.log2(c.norm_lanes)  # of two sums over two tokens
     stores = steps * vector / 2
     instructions = 2 * steps * (2 + 6 * vector) + 2 * reductions + 20 + stores * (4 + 2 * cost.split_pair)
-    wavefronts = stores * (4 + _conflicts(plan, "normed"))
+    wavefronts = stores * (4 * plan.operand_words + _conflicts(plan, "normed"))
     return _Stage(turns * instructions, turns * c.warps * instructions, turns * L2_CYCLES, wavefronts=turns * c.warps * wavefronts)
 
 
@@ -160,7 +165,7 @@ def _product(
     down = c.warps // across
     column_turns, row_turns = math.ceil(column_groups / across), math.ceil(row_groups / down)
     hold = c.weights == "hold"
-    read = columns * steps * (1.5 * cost.weights * 2 / fragment + cost.split_pair)  # loads with addresses
+    read = columns * steps * (1.5 * cost.weights * 2 / fragment + cost.split_weights)  # loads with addresses
     unit = steps * (rows * (cost.load_a + cost.split_a) + columns * cost.split_b + rows * columns * cost.product)
     unit += rows * columns * ((6 + 2 * cost.split_pair) if splits else 12)
     units, readers = row_groups * column_groups, min(down, row_groups) if hold else row_groups
@@ -173,8 +178,9 @@ def _product(
         wait = column_turns * row_turns * steps * (2 / fragment) * L1_CYCLES
     if not splits and c.residual == "reload":
         wait += 0.1 * L2_CYCLES * column_turns * row_turns
-    wavefronts = units * rows * (steps * (4 + _conflicts(plan, operand)) + 4 * columns * splits)
-    return _Stage(warp, block, wait, units * rows * columns * steps, wavefronts, column_groups * columns * 8 * depth * 4 * readers)
+    wavefronts = units * rows * (steps * (4 + _conflicts(plan, operand)) + 4 * columns * splits) * plan.operand_words
+    weight_bytes = column_groups * columns * 8 * depth * plan.problem.block.itemsize * readers
+    return _Stage(warp, block, wait, units * rows * columns * steps, wavefronts, weight_bytes)
 
 
 def _attention(plan: SequencePlan) -> _Stage:
@@ -187,5 +193,5 @@ def _attention(plan: SequencePlan) -> _Stage:
     softmax = 14 * keys + 2 * (8 + 2 * head)
     unit = steps * (scores + softmax + weighted) + 20 + head * (6 + 2 * cost.split_pair)
     tiles = 2 * units * (plan.padded_length // 8) * head
-    per_tile = 2 + _conflicts(plan, "key") / 2 + _conflicts(plan, "value")
-    return _Stage(turns * unit, units * unit, 0.0, tiles, tiles * per_tile + 8 * units * head)
+    per_tile = 2 * plan.operand_words + _conflicts(plan, "key") / 2 + _conflicts(plan, "value")
+    return _Stage(turns * unit, units * unit, 0.0, tiles, tiles * per_tile + 8 * units * head * plan.operand_words)

@@ -2,20 +2,18 @@
 // g and g+8 of a row tile and keep them in registers between the mean and the variance. Tokens past the sequence's end,
 // sequences past the last one and channels past DIM become zeros.
 template <typename C>
-struct NormWeights {  // of the channels that a lane serves
+struct NormWeights {  // of the channels that a lane serves, as they are in memory
   static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = ceil_div(C::PADDED_DIM, LANES * VEC);
-  float gain[STEPS][VEC] = {}, shift[STEPS][VEC] = {};
+  Word gain[STEPS][VEC / PER_WORD] = {}, shift[STEPS][VEC / PER_WORD] = {};
 
-  __device__ __forceinline__ NormWeights(const float* __restrict__ weight, const float* __restrict__ bias) {
+  __device__ __forceinline__ NormWeights(const Element* __restrict__ weight, const Element* __restrict__ bias) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int channel = (step * LANES + threadIdx.x % LANES) * VEC;
       if constexpr (C::DIM % VEC == 0) {
         if (channel < C::DIM) load_constant(gain[step], weight + channel), load_constant(shift[step], bias + channel);
       } else {
-#pragma unroll
-        for (int i = 0; i < VEC; ++i)
-          if (channel + i < C::DIM) gain[step][i] = __ldg(weight + channel + i), shift[step][i] = __ldg(bias + channel + i);
+        load_some<true>(gain[step], weight + channel, true, channel, C::DIM), load_some<true>(shift[step], bias + channel, true, channel, C::DIM);
       }
     }
   }
@@ -26,28 +24,26 @@ template <typename C>
 struct TokenPair {
   static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = NormWeights<C>::STEPS;
   static constexpr int PAIRS = C::ROWS / 2, AT_ONCE = C::THREADS / LANES, TURNS = ceil_div(PAIRS, AT_ONCE);
-  float values[2][STEPS][VEC];
+  Word words[2][STEPS][VEC / PER_WORD];
 
   static __device__ __forceinline__ int index(int turn) { return threadIdx.x / LANES + turn * AT_ONCE; }
 
-  __device__ __forceinline__ void load_turn(const float* x, int turn, int first, int sequences) {
+  __device__ __forceinline__ void load_turn(const Element* x, int turn, int first, int sequences) {
     const int row_tile = index(turn) / 8, g = index(turn) % 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g, token = row % C::PADDED_LENGTH, sequence = first + row / C::PADDED_LENGTH;
       const bool real = (PAIRS % AT_ONCE == 0 || index(turn) < PAIRS) && token < C::LENGTH && sequence < sequences;
-      const float* from = x + (real ? C::offset(sequence, token) : 0);
+      const Element* from = x + (real ? C::offset(sequence, token) : 0);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int channel = (step * LANES + threadIdx.x % LANES) * VEC;
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) values[half][step][i] = 0.0f;
+        for (int i = 0; i < VEC / PER_WORD; ++i) words[half][step][i] = Word{};
         if constexpr (C::DIM % VEC == 0) {
-          if (real && channel < C::DIM) load(values[half][step], from + channel);
+          if (real && channel < C::DIM) load(words[half][step], from + channel);
         } else {
-#pragma unroll
-          for (int i = 0; i < VEC; ++i)
-            if (real && channel + i < C::DIM) values[half][step][i] = from[channel + i];
+          load_some<false>(words[half][step], from + channel, real, channel, C::DIM);
         }
       }
     }
@@ -56,7 +52,7 @@ struct TokenPair {
 
 // `tokens` holds the first turn's; each further turn's are read while the one before is normalised.
 template <typename C>
-__device__ __forceinline__ void load_and_normalise(const float* x, TokenPair<C>& tokens, const NormWeights<C>& weights, int first, int sequences, float* shared) {
+__device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C>& tokens, const NormWeights<C>& weights, int first, int sequences, float* shared) {
   using Pair = TokenPair<C>;
   constexpr int LANES = Pair::LANES, VEC = Pair::VEC, STEPS = Pair::STEPS;
   const int lane = threadIdx.x % LANES;
@@ -66,17 +62,18 @@ __device__ __forceinline__ void load_and_normalise(const float* x, TokenPair<C>&
     if (turn + 1 < Pair::TURNS) next.load_turn(x, turn + 1, first, sequences);
     const int row_tile = Pair::index(turn) / 8, g = Pair::index(turn) % 8;
     if (Pair::PAIRS % Pair::AT_ONCE != 0 && Pair::index(turn) >= Pair::PAIRS) break;
-    float(&values)[2][STEPS][VEC] = tokens.values;
-    float mean[2], inverse[2];
+    float values[2][STEPS][VEC], mean[2], inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g;
       const bool real = row % C::PADDED_LENGTH < C::LENGTH && first + row / C::PADDED_LENGTH < sequences;
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step)
+      for (int step = 0; step < STEPS; ++step) {
+        unpack(values[half][step], tokens.words[half][step]);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) sum += values[half][step][i];
+      }
       mean[half] = group_sum<LANES>(sum) * (1.0f / C::DIM);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
@@ -90,10 +87,12 @@ __device__ __forceinline__ void load_and_normalise(const float* x, TokenPair<C>&
       for (int step = 0; step < STEPS; ++step) {
         const int channel = (step * LANES + lane) * VEC;
         if constexpr (C::KEEP_X)
-          if (channel < C::DIM) store(shared + C::KEPT + row * C::KEPT_STRIDE + channel, values[half][step]);  // rows are a multiple of VEC apart
+          if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
+        float gain[VEC], shift[VEC];
+        unpack(gain, weights.gain[step]), unpack(shift, weights.shift[step]);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float normed = fmaf((values[half][step][i] - mean[half]) * inverse[half], weights.gain[step][i], weights.shift[step][i]);
+          const float normed = fmaf((values[half][step][i] - mean[half]) * inverse[half], gain[i], shift[i]);
           values[half][step][i] = real && channel + i < C::DIM ? normed : 0.0f;
         }
       }

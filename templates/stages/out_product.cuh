@@ -6,66 +6,69 @@ struct OutProduct {
   static constexpr int COLUMN_GROUPS = ceil_div(C::DIM, 8) / C::OUT_COLUMNS, ROW_GROUPS = C::ROWS / 16 / C::OUT_ROWS;
   static constexpr int ACROSS = C::OUT_WARPS_ACROSS, DOWN = C::WARPS / ACROSS;
 
-  // Two weights of a column of tile j of the group, from padded inner column k on.
+  // Two weights of a column of tile j of the group, from padded inner column k on: values, or the word that holds them.
   struct Load {
-    const float* __restrict__ weight;
+    const Element* __restrict__ weight;
     int group;
 
-    __device__ __forceinline__ void operator()(int j, int within_tile, int k, float (&to)[2]) const {
+    template <typename T, int N>
+    __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
       const int column = (group * C::OUT_COLUMNS + j) * 8 + within_tile;
       const bool real = C::DIM % 8 == 0 || column < C::DIM;
       const int within = C::HEAD_DIM < C::PADDED_HEAD_DIM ? k % C::PADDED_HEAD_DIM : 0;
-      const float* from = weight + column * C::DIM + k - k / C::PADDED_HEAD_DIM * (C::PADDED_HEAD_DIM - C::HEAD_DIM);
-      to[0] = to[1] = 0.0f;
+      const Element* from = weight + column * C::DIM + k - k / C::PADDED_HEAD_DIM * (C::PADDED_HEAD_DIM - C::HEAD_DIM);
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[i] = T{};
       if constexpr (C::HEAD_DIM % 2 == 0) {
         if (real && within < C::HEAD_DIM) load_constant(to, from);
       } else {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (real && within + i < C::HEAD_DIM) to[i] = __ldg(from + i);
+        load_some<true>(to, from, real, within, C::HEAD_DIM);
       }
     }
   };
 
   template <typename GetB>
-  static __device__ __forceinline__ void rows(const float* shared, const float* x, float* y, const float* __restrict__ bias, int first, int sequences,
+  static __device__ __forceinline__ void rows(const float* shared, const Element* x, Element* y, const Element* __restrict__ bias, int first, int sequences,
                                               int group, int warp, int lane, GetB operand) {
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(ROW_GROUPS, DOWN); ++turn) {
       const int row_group = warp / ACROSS + turn * DOWN, first_tile = row_group * C::OUT_ROWS;
       if (ROW_GROUPS % DOWN != 0 && row_group >= ROW_GROUPS) break;
-      float residual[C::OUT_ROWS][C::OUT_COLUMNS][4];
+      Word residual[C::OUT_ROWS][C::OUT_COLUMNS][2][2 / PER_WORD];
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int row, int column, long long at) {
         if constexpr (C::KEEP_X) {
-          load_pair(&residual[i][j][2 * half], shared + C::KEPT + row * C::KEPT_STRIDE + column, column);
+          load_pair(residual[i][j][half], reinterpret_cast<const Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + column, column);
         } else {
-          load_pair(&residual[i][j][2 * half], x + at, column);
+          load_pair(residual[i][j][half], x + at, column);
         }
       });
       float acc[C::OUT_ROWS][C::OUT_COLUMNS][4] = {};
       Math::template product<C::INNER, 2, 128>(acc, shared + C::QUERY + first_tile * C::QUERY_PAGES * 128, lane, operand);
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int, int column, long long at) {
-        float pair[2];
+        float pair[2], kept[2];
         load_pair(pair, bias + column, column);
-        pair[0] += acc[i][j][2 * half] + residual[i][j][2 * half];
-        pair[1] += acc[i][j][2 * half + 1] + residual[i][j][2 * half + 1];
+        unpack(kept, residual[i][j][half]);
+        pair[0] += acc[i][j][2 * half] + kept[0];
+        pair[1] += acc[i][j][2 * half + 1] + kept[1];
         if constexpr (C::DIM % 2 == 0) {
           store(y + at, pair);
         } else {
-          y[at] = pair[0];
-          if (column + 1 < C::DIM) y[at + 1] = pair[1];
+          put(y + at, pair[0]);
+          if (column + 1 < C::DIM) put(y + at + 1, pair[1]);
         }
       });
     }
   }
 
-  // Two neighbouring channels, the second only where there is one.
-  static __device__ __forceinline__ void load_pair(float* to, const float* from, int column) {
+  // Two neighbouring channels, the second only where there is one: as values, or as they are in memory.
+  template <typename T, int N>
+  static __device__ __forceinline__ void load_pair(T (&to)[N], const Element* from, int column) {
     if constexpr (C::DIM % 2 == 0) {
-      *reinterpret_cast<float2*>(to) = *reinterpret_cast<const float2*>(from);
+      load(to, from);
     } else {
-      to[0] = from[0];
-      to[1] = column + 1 < C::DIM ? from[1] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[i] = T{};
+      load_some<false>(to, from, true, column, C::DIM);
     }
   }
 
@@ -90,8 +93,8 @@ struct OutProduct {
 
   // Weights held in registers for all rows; with the first column group's already there when PREFETCHED.
   template <bool PREFETCHED>
-  static __device__ __forceinline__ void run(const float* shared, const float* x, float* y, const float* __restrict__ weight,
-                                             const float* __restrict__ bias, int first, int sequences, Held& held) {
+  static __device__ __forceinline__ void run(const float* shared, const Element* x, Element* y, const Element* __restrict__ weight,
+                                             const Element* __restrict__ bias, int first, int sequences, Held& held) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
@@ -104,8 +107,8 @@ struct OutProduct {
   }
 
   // Weights read from global memory (and the caches) at each use.
-  static __device__ __forceinline__ void run_streaming(const float* shared, const float* x, float* y, const float* __restrict__ weight,
-                                                       const float* __restrict__ bias, int first, int sequences) {
+  static __device__ __forceinline__ void run_streaming(const float* shared, const Element* x, Element* y, const Element* __restrict__ weight,
+                                                       const Element* __restrict__ bias, int first, int sequences) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {

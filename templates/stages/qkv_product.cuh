@@ -7,13 +7,13 @@ struct QkvProduct {
   static constexpr int COLUMN_GROUPS = 3 * C::INNER / 8 / C::QKV_COLUMNS, ROW_GROUPS = C::ROWS / 16 / C::QKV_ROWS;
   static constexpr int ACROSS = C::QKV_WARPS_ACROSS, DOWN = C::WARPS / ACROSS;
 
-  // FRAGMENT weights of a column of tile j of the group, from channel k on.
+  // FRAGMENT weights of a column of tile j of the group, from channel k on: values, or the words that hold them.
   struct Load {
-    const float* __restrict__ weight;
+    const Element* __restrict__ weight;
     int group;
 
-    __device__ __forceinline__ void operator()(int j, int within_tile, int k, float (&to)[C::FRAGMENT]) const {
-      constexpr int F = C::FRAGMENT;
+    template <typename T, int N>
+    __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
       const int column = (j * COLUMN_GROUPS + group) * 8 + within_tile;
       int row = column;
       bool real = true;
@@ -21,15 +21,13 @@ struct QkvProduct {
         const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;  // head counts through q, k and v
         row = head * C::HEAD_DIM + within, real = within < C::HEAD_DIM;
       }
-      const float* from = weight + row * C::DIM + k;
+      const Element* from = weight + row * C::DIM + k;
 #pragma unroll
-      for (int i = 0; i < F; ++i) to[i] = 0.0f;
-      if constexpr (C::DIM % F == 0) {
+      for (int i = 0; i < N; ++i) to[i] = T{};
+      if constexpr (C::DIM % C::FRAGMENT == 0) {
         if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_constant(to, from);
       } else {
-#pragma unroll
-        for (int i = 0; i < F; ++i)
-          if (real && k + i < C::DIM) to[i] = __ldg(from + i);
+        load_some<true>(to, from, real, k, C::DIM);
       }
     }
   };
@@ -63,7 +61,7 @@ struct QkvProduct {
 
   // Weights held in registers for all rows; with the first column group's already there when PREFETCHED.
   template <bool PREFETCHED>
-  static __device__ __forceinline__ void run(float* shared, const float* __restrict__ weight, Held& held) {
+  static __device__ __forceinline__ void run(float* shared, const Element* __restrict__ weight, Held& held) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
@@ -76,7 +74,7 @@ struct QkvProduct {
   }
 
   // Weights read from global memory (and the caches) at each use.
-  static __device__ __forceinline__ void run_streaming(float* shared, const float* __restrict__ weight) {
+  static __device__ __forceinline__ void run_streaming(float* shared, const Element* __restrict__ weight) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {

@@ -62,6 +62,21 @@ def followed_by(source: Source, body: str, *, threads: int = 256, shared: int = 
     return Source(source.spec, text, (*source.kernels, Kernel("planted", "row", threads, shared, per_block, False)))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_kernels_are_verified_and_measured(backend, dtype):
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    one = candidate(backend, spec)
+    (outcome,) = backend.evaluate([one])
+    assert outcome.status == OK and outcome.timing is not None, outcome.cause
+    source = render(spec, one.configs)
+    text = source.text.replace("EXPONENT_SCALE =", "EXPONENT_SCALE = 1.5f *")
+    assert backend.evaluate_source(one, dataclasses.replace(source, text=text)).status == "wrong"
+    behind = source.text.replace("store(y + at, pair);", "store(y + at, pair), put(y + sequences * 2048 + 3, 1.0f);")
+    outcome = backend.evaluate_source(one, dataclasses.replace(source, text=behind))
+    assert outcome.status == "fault" and "outside its output" in outcome.cause
+    healthy(backend)
+
+
 def healthy(backend: GpuBackend) -> Outcome:
     """A trial of another source that must be unharmed by whatever was run before."""
     (outcome,) = backend.evaluate([candidate(backend, ROWS, warps=4)])

@@ -88,6 +88,13 @@ std::uint16_t float_to_half(float value) {
     return std::uint16_t(sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13);
 }
 
+// cvt.rn.bf16.f32: to nearest, ties to even; NaN the canonical one.
+std::uint16_t float_to_bfloat16(float value) {
+    const std::uint32_t bits = as_bits(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+    return std::uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
 // A product of 16xK and Kx8 operands that lie in a[.][4] and b[.][2] as words of WIDTH neighbouring indices of the sum;
 // the fragments of mma.m16n8k8 (WIDTH 1) and mma.m16n8k16 (WIDTH 2) in the PTX ISA. Sums in fp32.
 template <int WIDTH, typename Value>
@@ -127,6 +134,11 @@ void mma_tf32(float (&c)[4], const float (&a)[4], float b0, float b1, int line) 
 void mma_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line) {
     product<2>("mma_m16n8k16_fp16", c, a, b0, b1, line,
                [](std::uint32_t word, int which) { return half_to_float(std::uint16_t(word >> 16 * which)); });
+}
+
+void mma_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line) {
+    product<2>("mma_m16n8k16_bf16", c, a, b0, b1, line,
+               [](std::uint32_t word, int which) { return as_float((word >> 16 * which & 0xffffu) << 16); });
 }
 
 // movmatrix.m8n8.trans.b16: lane 4g+t holds row g, columns 2t (low half) and 2t+1.

@@ -52,9 +52,11 @@ void sync_warp(unsigned mask, int line);
 void sync_block(int line);
 void mma_tf32(float (&c)[4], const float (&a)[4], float b0, float b1, int line);
 void mma_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line);
+void mma_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line);
 unsigned transpose(unsigned word, int line);
 float half_to_float(uint16_t half);
 uint16_t float_to_half(float value);
+uint16_t float_to_bfloat16(float value);
 void wait_previous();
 
 // An asynchronous copy that is under way: it happens when its thread waits for it.
@@ -135,6 +137,9 @@ inline void mma_m16n8k8_tf32(float (&c)[4], const float (&a)[4], float b0, float
 inline void mma_m16n8k16_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line = __builtin_LINE()) {
     ::emulator::mma_fp16(c, a, b0, b1, line);
 }
+inline void mma_m16n8k16_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line = __builtin_LINE()) {
+    ::emulator::mma_bf16(c, a, b0, b1, line);
+}
 inline unsigned transpose_8x8(unsigned word, int line = __builtin_LINE()) { return ::emulator::transpose(word, line); }
 // 16-bit words hold the value of the lower index in their low half.
 inline unsigned pack_fp16(float first, float second) {
@@ -142,6 +147,9 @@ inline unsigned pack_fp16(float first, float second) {
 }
 inline float2 unpack_fp16(unsigned word) {
     return {::emulator::half_to_float(uint16_t(word)), ::emulator::half_to_float(uint16_t(word >> 16))};
+}
+inline unsigned pack_bf16(float first, float second) {
+    return ::emulator::float_to_bfloat16(first) | unsigned(::emulator::float_to_bfloat16(second)) << 16;
 }
 // cvt.rna.tf32.f32: to the nearest with 10 bits of mantissa, ties away from zero.
 inline float round_to_tf32(float value) {

@@ -4,7 +4,8 @@
 //   order forward|reverse|random SEED
 //   races 0|1
 //   limit SECONDS
-//   region WRITABLE WORDS          in order; read-only regions lie one after another in the input file, writable ones begin as NaN
+//   region WRITABLE ELEMENTS SIZE  in order, SIZE in bytes; read-only regions lie one after another in the input file, writable ones
+//                                  begin as NaN
 //   launch KERNEL GRID ITEMS REGION...   (indices of regions, one for each pointer the kernel takes)
 // The output is the content of the first writable region. Exit codes: 0 done, 3 a report was written, 1 anything else.
 #include <cstdio>
@@ -48,9 +49,9 @@ int main(int count, char** values) {
             need(std::fscanf(plan, "%d", &seconds) == 1, "bad limit");
         } else if (!std::strcmp(word, "region")) {
             int write = 0;
-            unsigned long long words = 0;
-            need(std::fscanf(plan, "%d %llu", &write, &words) == 2, "bad region");
-            add_region(words, write);
+            unsigned long long elements = 0, size = 0;
+            need(std::fscanf(plan, "%d %llu %llu", &write, &elements, &size) == 3 && size, "bad region");
+            add_region(elements, size, write);
             writable.push_back(write);
         } else if (!std::strcmp(word, "launch")) {
             Launch l;
@@ -70,10 +71,10 @@ int main(int count, char** values) {
     int result = -1;
     for (int i = 0; i < int(writable.size()); ++i) {
         if (writable[std::size_t(i)]) {
-            std::memset(region_data(i), 0xff, 4 * region_words(i));
+            std::memset(region_data(i), 0xff, region_bytes(i));
             if (result < 0) result = i;
         } else {
-            need(std::fread(region_data(i), 4, region_words(i), input) == region_words(i), "the input is too short");
+            need(std::fread(region_data(i), 1, region_bytes(i), input) == region_bytes(i), "the input is too short");
         }
     }
     std::fclose(input);
@@ -93,6 +94,6 @@ int main(int count, char** values) {
     }
     std::FILE* output = std::fopen(values[3], "wb");
     need(output, "cannot open the output");
-    need(std::fwrite(region_data(result), 4, region_words(result), output) == region_words(result), "cannot write the output");
+    need(std::fwrite(region_data(result), 1, region_bytes(result), output) == region_bytes(result), "cannot write the output");
     return std::fclose(output) ? 1 : 0;
 }

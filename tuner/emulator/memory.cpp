@@ -24,7 +24,7 @@ namespace {
 constexpr std::uint16_t none = 0xffff;
 using Address = std::uintptr_t;
 
-// What is known of a 4-byte word. Epochs never repeat, so nothing has to be cleared between blocks or launches.
+// What is known of a word: 4 bytes, or an element of a region whose elements are smaller. Epochs never repeat, so nothing has to be cleared between blocks or launches.
 // first_read is the epoch of the launch's first read, for conflicts between blocks.
 struct Word {
     std::uint32_t write_epoch, write_clock, write_pc;
@@ -34,7 +34,7 @@ struct Word {
 };
 
 struct Region {
-    std::size_t words;
+    std::size_t bytes, unit;  // unit: bytes of a word
     bool writable;
     std::size_t offset;  // from the arena's start
     std::vector<Word> shadow;
@@ -124,7 +124,7 @@ template <bool write, bool global> inline void touch(Word& word, const void* pc,
         if (distance < least) least = distance, nearest = region, offset = from_start;
     };
     consider(shared_memory, reinterpret_cast<Address>(shared), here.kernel->shared_bytes);
-    for (std::size_t i = 0; i < regions.size(); ++i) consider(int(i), reinterpret_cast<Address>(arena + regions[i].offset), 4 * regions[i].words);
+    for (std::size_t i = 0; i < regions.size(); ++i) consider(int(i), reinterpret_cast<Address>(arena + regions[i].offset), regions[i].bytes);
     const Access access{verb, nearest, offset, bytes};
     report("out_of_bounds", pc, &access, in_stacks(reinterpret_cast<void*>(address)) ? "is another thread's local memory" : "is out of bounds");
 }
@@ -140,7 +140,7 @@ template <bool write> inline void touch_global(Address address, int bytes, const
     }
     Region& region = regions[std::size_t(index)];
     const std::size_t offset = position - region.offset;
-    if (offset + std::size_t(bytes) > 4 * region.words) out_of_bounds(address, bytes, write, pc);
+    if (offset + std::size_t(bytes) > region.bytes) out_of_bounds(address, bytes, write, pc);
     const Access access{write ? "writes" : "reads", index, std::ptrdiff_t(offset), bytes};
     if (!region.writable) {
         if (write) report("read_only", pc, &access, "is read-only in this launch");
@@ -148,7 +148,8 @@ template <bool write> inline void touch_global(Address address, int bytes, const
     }
     if (here.kernel->dependent_launch && !waited[here.thread] && (!now.previous_kernel || now.previous_kernel == now.epoch))
         report("previous_kernel", pc, &access, "may still be in use by the previous kernel: wait_for_previous_kernel() was not called before");
-    for (std::size_t word = offset / 4; word <= (offset + std::size_t(bytes) - 1) / 4; ++word) touch<write, true>(region.shadow[word], pc, access);
+    for (std::size_t word = offset / region.unit; word <= (offset + std::size_t(bytes) - 1) / region.unit; ++word)
+        touch<write, true>(region.shadow[word], pc, access);
 }
 
 template <bool write> inline void check(const void* pointer, std::size_t bytes, const void* pc) {
@@ -166,9 +167,10 @@ template <bool write> inline void check(const void* pointer, std::size_t bytes, 
 
 }  // namespace
 
-void add_region(std::size_t words, bool writable) {
-    regions.push_back({words, writable, arena_bytes, {}});
-    arena_bytes += (4 * words + page - 1) / page * page + gap;
+void add_region(std::size_t elements, std::size_t size, bool writable) {
+    const std::size_t bytes = elements * size;
+    regions.push_back({bytes, size < 4 ? size : 4, writable, arena_bytes, {}});
+    arena_bytes += (bytes + page - 1) / page * page + gap;
 }
 
 void map_regions() {
@@ -178,14 +180,14 @@ void map_regions() {
     region_of_page.assign(arena_bytes / page, std::int16_t(nowhere));
     for (std::size_t i = 0; i < regions.size(); ++i) {
         Region& region = regions[i];
-        mprotect(arena + region.offset, 4 * region.words, PROT_READ | PROT_WRITE);
-        std::fill_n(region_of_page.begin() + std::ptrdiff_t(region.offset / page), (4 * region.words + page - 1) / page, std::int16_t(i));
-        if (region.writable) region.shadow.resize(region.words);
+        mprotect(arena + region.offset, region.bytes, PROT_READ | PROT_WRITE);
+        std::fill_n(region_of_page.begin() + std::ptrdiff_t(region.offset / page), (region.bytes + page - 1) / page, std::int16_t(i));
+        if (region.writable) region.shadow.resize((region.bytes + region.unit - 1) / region.unit);
     }
 }
 
-float* region_data(int region) { return reinterpret_cast<float*>(arena + regions[std::size_t(region)].offset); }
-std::size_t region_words(int region) { return regions[std::size_t(region)].words; }
+void* region_data(int region) { return arena + regions[std::size_t(region)].offset; }
+std::size_t region_bytes(int region) { return regions[std::size_t(region)].bytes; }
 
 void begin_launch() {
     now.launch_epoch = now.epoch + 1;

@@ -61,10 +61,10 @@ void forget_copies(int thread);
 
 // memory.cpp
 extern bool check_races;
-void add_region(std::size_t words, bool writable);  // all regions are added before map_regions
+void add_region(std::size_t elements, std::size_t size, bool writable);  // size: bytes of an element; all are added before map_regions
 void map_regions();
-float* region_data(int region);
-std::size_t region_words(int region);
+void* region_data(int region);
+std::size_t region_bytes(int region);
 int block_of_epoch(std::uint32_t epoch);
 void begin_launch();
 void begin_block();
