@@ -555,3 +555,12 @@ def test_comparison_on_the_gpu(tmp_path):
     assert result.module is not None and result.module.error is not None and result.module.error < 1e-5, result.notes
     assert result.gain is not None and result.gain > 1 and result.above_floor is not None and result.above_floor > 0.4
     assert dataclasses.asdict(from_json(report.to_json())) == dataclasses.asdict(report)
+
+
+def test_the_sanitizer_sample_is_the_same_each_time_and_covers_types_and_families() -> None:
+    from benchmarks.sanitize import sample
+    from codegen.spec import DTYPES
+
+    drawn = sample(8, 0, target("sm_90"))
+    assert [s.digest for s in drawn] == [s.digest for s in sample(8, 0, target("sm_90"))]
+    assert {s.spec.dtype for s in drawn} == set(DTYPES) and {len(s.kernels) for s in drawn} == {2, 6}

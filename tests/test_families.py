@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from codegen.config import Config
-from codegen.families import config_from_dict, plan_of
+from codegen.families import FAMILIES, config_from_dict, plan_of
 from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec, SpecError
 from codegen.staged import StagedConfig
@@ -102,3 +102,13 @@ def test_more_tokens_are_predicted_to_take_longer() -> None:
         used = {f"axial_row_{stage}": Resources(128, 0, 100_000) for stage in ("qkv", "attention", "out")}
         times.append(predict_axis(plan, used, TARGET))
     assert times == sorted(times) and times[2] > 2 * times[1] > 2 * times[0]
+
+
+def test_a_family_without_the_element_type_is_left_out() -> None:
+    """And alone it is refused in one line, not by a crash."""
+    half = BlockSpec(dim=32, heads=2, height=8, width=8, dtype="bfloat16")
+    served = [name for name, family in FAMILIES.items() if family.default(half.problem("row"), TARGET, "bf16") is not None]
+    assert list(family_spaces(half.problem("row"), TARGET)) == served
+    for name in set(FAMILIES) - set(served):
+        with pytest.raises(SpecError, match="does not compute bfloat16"):
+            family_spaces(half.problem("row"), TARGET, fixed={"family": name})

@@ -250,6 +250,8 @@ def space(
     dtype = problem.block.dtype
     maths = allowed_maths(tolerance, dtype)
     values["math"] = tuple(m for m in values["math"] if m in maths)
+    if not values["math"]:
+        raise SpecError(f"the {family} family does not compute {dtype}")
     if "dependent_launch" in values:
         values["dependent_launch"] = tuple(dependent_launch) if dependent_launch is not None else (target.dependent_launch,)
     for name, value in (fixed or {}).items():
