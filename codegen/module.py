@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "index.json"
+_FP16X3 = (
+    " The fp16x3 arithmetic keeps operands of products as pairs of fp16 values: one beyond 65504 becomes infinite, and what is "
+    "below 1e-11 is lost."
+)
 _WIDTH = 120
 
 
@@ -97,7 +101,8 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         title=f"Axial attention block: dim {spec.dim}, {spec.heads} heads, {spec.height}x{spec.width}, {spec.dtype}, for {target.arch}.",
         description=_wrapped(
             f"{axes.capitalize()} over (batch, height, width, dim), with LayerNorm before and a residual after each axis. "
-            f"Tuned for batch {spec.batch}; any batch is computed.",
+            f"Tuned for batch {spec.batch}; any batch is computed."
+            + (_FP16X3 if any(configs[axis].to_dict().get("math") == "fp16x3" for axis in spec.axes) else ""),
             "",
         ),
         summary=f"{axes.capitalize()} over a {spec.height}x{spec.width} grid of {spec.dim} channels, {spec.dtype}.",

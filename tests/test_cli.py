@@ -68,7 +68,7 @@ def instant(monkeypatch: pytest.MonkeyPatch):
         (("tune", "--budget", "0"), "--budget"),
         (("tune", "--gpu", "99"), "gpu 99 does not exist"),
         (("tune", "--study", "../x"), "not a plain name"),
-        (("tune", "--dim", "1024", "--heads", "8", "--height", "512", "--width", "512"), "bytes of shared memory exceed"),
+        (("tune", "--dim", "4096", "--heads", "1", "--height", "600", "--width", "700"), "bytes of shared memory exceed"),
         (("tune", "--out", "/proc/nowhere"), "cannot be written"),
         (("render", "--set", "out_rows=4"), "out_rows 4 does not divide"),
         (("verify", "missing.py"), "cannot be read"),

@@ -11,7 +11,8 @@ import pytest
 
 import emitted
 from codegen.module import Provenance, list_modules, load_module, module_name, read_module, update_index, write_module
-from codegen.render import Source
+from codegen.render import Source, render
+from codegen.sequence import default
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
 
@@ -149,3 +150,10 @@ def test_provenance_of_a_wrong_type_is_refused() -> None:
     for wrong in ({"measured": 1}, {"device_us": "fast"}, {"versions": {"torch": 2}}, {"gpu": None}, {"partial": 0}):
         with pytest.raises(SpecError, match="provenance"):
             Provenance(**{"measured": True, **wrong})
+
+
+def test_the_limits_of_fp16x3_stand_in_the_module_that_uses_it(tmp_path: Path) -> None:
+    for math, said in (("fp16x3", True), ("tf32x3", False)):
+        configs = {axis: dataclasses.replace(default(emitted.SPEC.problem(axis), target("sm_90"), math)) for axis in emitted.SPEC.axes}
+        path = write_module(tmp_path, render(emitted.SPEC, configs), configs, emitted.PREDICTED, target("sm_90"))
+        assert ("beyond 65504" in " ".join(path.read_text().split())) == said

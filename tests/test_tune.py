@@ -16,11 +16,11 @@ from codegen.target import target
 from fake_backend import HERE, SPEC, FakeBackend, InstantCompilers, options, run
 from tuner.deliver import deliver, records_file
 from tuner.finals import choose_measured, combinations, prefer_predicted
-from tuner.predicted_backend import PredictedBackend
+from tuner.predicted_backend import PredictedBackend, emulated
 from tuner.progress import Lines, OneLine, Silent, causes
 from tuner.records import Machine, Records
 from tuner.report import closing
-from tuner.space import space
+from tuner.space import preferred, space, spaces
 from tuner.trial import Candidate, Outcome, Timing
 from tuner.tune import TuneResult, tune
 
@@ -260,3 +260,20 @@ def test_a_terminal_gets_one_live_line() -> None:
 def test_causes_are_ordered_by_count() -> None:
     lines = causes({("wrong", "a"): 1, ("fault", ""): 3})
     assert lines == ["3 x illegal access or another device fault", "1 x disagreed with the float64 reference: a"]
+
+
+def test_what_the_emulator_runs_for_a_block() -> None:
+    """The block itself where it is small, each axis at its full length where it is not, nothing where that would take hours."""
+    small = BlockSpec(64, 4, 32, 32, batch=4)
+    assert emulated(small) == (BlockSpec(64, 4, 32, 32, batch=1),)
+    large = BlockSpec(256, 8, 128, 256, batch=2)
+    assert emulated(large) == (BlockSpec(256, 8, 2, 256, batch=1, axes=("row",)), BlockSpec(256, 8, 128, 2, batch=1, axes=("col",)))
+    assert emulated(BlockSpec(1024, 8, 8192, 8192)) == ()
+
+
+def test_a_block_too_large_for_the_emulator_says_that_it_was_not_run() -> None:
+    target_ = target("sm_90")
+    spec = BlockSpec(1024, 8, 8192, 8192, batch=1)
+    configs = {axis: here.start for axis, here in preferred(spaces(spec, target_)).items()}
+    outcome = PredictedBackend(target_, compilers=InstantCompilers()).confirm(Candidate(spec, configs))  # type: ignore[arg-type]
+    assert outcome.ok and outcome.error is None

@@ -23,6 +23,9 @@ Confirm = Callable[[Source, BlockSpec], tuple[bool, float | None, str]]
 """Checks a source's kernels: (whether they are right, error, cause)."""
 
 
+EMULATED_MULTIPLICATIONS = 400_000_000
+"""Multiply-adds of one forward that the emulator is given: with the verification's cases about a minute's work for one core."""
+
 _Pending = tuple[Candidate, Source, Future[Compiled] | None]
 
 
@@ -103,17 +106,40 @@ class PredictedBackend:
         return total
 
     def confirm(self, candidate: Candidate) -> Outcome:
-        """The candidate's Outcome after its kernels ran on the emulator, for a batch of 1, against the float64 reference."""
+        """The candidate's Outcome after its kernels ran on the emulator against the float64 reference, on blocks as `emulated` has
+        them. `error` is None where the block is too large for the emulator."""
         outcome = next(self.evaluate([candidate]))
         if not outcome.ok:
             return outcome
-        start = time.perf_counter()
-        right, error, cause = self._confirm(render(candidate.spec, candidate.configs), candidate.spec)
+        start, errors = time.perf_counter(), []
+        for spec in emulated(candidate.spec):
+            source = render(spec, {axis: candidate.configs[axis] for axis in spec.axes})
+            right, error, cause = self._confirm(source, spec)
+            if not right:
+                return replace(outcome, status="wrong", cause=cause, error=error)
+            errors.append(error or 0.0)
         seconds = {**outcome.seconds, "emulate": time.perf_counter() - start}
-        return replace(outcome, status=OK if right else "wrong", cause=cause, error=error, seconds=seconds)
+        return replace(outcome, error=max(errors, default=None), seconds=seconds)
 
     def close(self) -> None:
         self._compilers.close()
+
+
+def emulated(spec: BlockSpec) -> tuple[BlockSpec, ...]:
+    """The blocks that stand for `spec` on the emulator: itself with a batch of 1, or, where that would take minutes, each axis alone at
+    its full length, on two lines of the grid. Empty where even that is too much."""
+    whole = replace(spec, batch=1)
+    if _multiplications(whole) <= EMULATED_MULTIPLICATIONS:
+        return (whole,)
+    other = {"row": "height", "col": "width"}
+    alone = tuple(replace(whole, axes=(axis,), **{other[axis]: min(2, getattr(spec, other[axis]))}) for axis in spec.axes)
+    return alone if sum(map(_multiplications, alone)) <= 2 * EMULATED_MULTIPLICATIONS else ()
+
+
+def _multiplications(spec: BlockSpec) -> int:
+    """Multiply-adds of one forward."""
+    tokens = spec.batch * spec.height * spec.width
+    return sum(tokens * (4 * spec.dim**2 + 2 * spec.problem(axis).length * spec.dim) for axis in spec.axes)
 
 
 class _Emulated:
@@ -126,9 +152,8 @@ class _Emulated:
         from tuner.emulator import EmulationError, Emulator
         from tuner.verify import Checker
 
-        single = replace(spec, batch=1)
         try:
-            check = Checker(single, self._seed, tolerance=self._tolerance)(Emulator(source).run)
+            check = Checker(spec, self._seed, tolerance=self._tolerance)(Emulator(source).run)
         except EmulationError as error:
             return False, None, str(error).splitlines()[0]
         return check.ok, check.error, check.cause

@@ -314,6 +314,8 @@ class _Tuning:
                 reason = "the fastest by the model"
                 if outcome.candidate.configs == self.default.configs:
                     reason = "the model sees nothing clearly faster than the default configuration"
+                if confirmed.error is None:
+                    reason += "; too large for the emulator, which did not run it"
                 return Choice(confirmed, base, f"{reason}; predicted, not measured")
             self.reporter.note(f"rejected on the emulator: {confirmed.cause}")
         return None
