@@ -312,7 +312,9 @@ def _careful_product(problem: AxisProblem, group: str) -> Iterator[dict[str, Any
         (2, 4, 4, 1, 4), (1, 4, 4, 1, 8), (2, 2, 4, 1, 4), (1, 2, 4, 1, 8), (1, 2, 4, 1, 4),
         (2, 1, 4, 1, 8), (1, 1, 4, 1, 8), (1, 1, 4, 1, 4), (1, 1, 2, 1, 4), (1, 1, 2, 1, 1),
     )  # fmt: skip
-    steps = ((32, 3), (32, 2), (16, 3), (16, 2))
+    steps: tuple[tuple[int, int], ...] = ((32, 3), (32, 2), (16, 3), (16, 2))
+    if problem.block.itemsize == 2 and _ceil(problem.block.dim, 32) % 2 == 0:  # as many bytes a step, unless they are zeros
+        steps = ((64, 3), (64, 2), *steps)
     for (blocks, warp_rows, warp_columns, down, across), (tile, stages) in itertools.product(shapes, steps):
         if warp_rows * down > rows or 8 * warp_columns * across >= 2 * columns and warp_columns > 2:
             continue
