@@ -39,7 +39,7 @@ class StagedConfig(Config):
 
     family: ClassVar[str] = "staged"
 
-    math: str = tunable("tf32x3", DTYPE_MATHS["float32"], "arithmetic of the products")
+    math: str = tunable("tf32x3", tuple(m for maths in DTYPE_MATHS.values() for m in maths), "arithmetic of the products")
 
     qkv_warp_rows: int = tunable(4, _WARP_ROWS, "QKV product: 16-row tiles of a warp")
     qkv_warp_columns: int = tunable(4, _WARP_COLUMNS, "QKV product: 8-column tiles of a warp")
@@ -75,18 +75,14 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _divisor(values: tuple[int, ...], of: int) -> int:
-    return next(v for v in values if of % v == 0)
-
-
 _VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
 _VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
 
 
 @cache
-def _page(half: bool, fragment: int, vector: int) -> int:
+def _page(parts: int, fragment: int, vector: int) -> int:
     """Words from one page of LayerNorm's result to the next."""
-    return padded_stride(128, (norm_store(2 if half else 0, fragment, 32, vector),))
+    return padded_stride(128, (norm_store(parts, fragment, 32, vector),))
 
 
 @cache
@@ -110,8 +106,13 @@ class StagedPlan:
         return self.problem.block.head_dim
 
     @property
+    def parts(self) -> int:
+        """Words of 16-bit pairs that an operand's pair is kept in; 0 when operands are floats."""
+        return HALF_PARTS.get(self.config.math, 0)
+
+    @property
     def half(self) -> bool:
-        return self.config.math in HALF_PARTS
+        return self.parts > 0
 
     @property
     def padded_head_dim(self) -> int:
@@ -138,24 +139,33 @@ class StagedPlan:
         tile = getattr(c, f"{group}_sum_tile")
         page = 128
         if group == "qkv":
-            page = _page(self.half, fragment, 4 if self.dim % 4 == 0 else 2)
+            page = _page(self.parts, fragment, 4 if self.dim % 4 == 0 else 2)
         shape: dict[str, Any] = {name: getattr(c, f"{group}_{name}") for name in _PRODUCT}
         shape["warps_across"] = shape.pop("across")
-        return Product(math=c.math, sum=_ceil(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page, **shape)
+        return Product(
+            math=c.math, sum=_ceil(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page,
+            per_word=4 // self.problem.block.itemsize, **shape,
+        )  # fmt: skip
+
+    def _copy(self, run: int) -> int:
+        """Weights of one asynchronous copy, of up to 16 bytes, where `run` of them lie in one piece."""
+        most = 16 // self.problem.block.itemsize
+        return next(n for n in (8, 4, 2, 1) if n <= most and run % n == 0)
 
     @cached_property
     def qkv(self) -> Product:
         fragment = 2 if self.config.math == "ffma" else 4
-        return self._product("qkv", self.dim, 3 * self.inner, fragment, _divisor((4, 2, 1), self.dim))
+        return self._product("qkv", self.dim, 3 * self.inner, fragment, self._copy(self.dim))
 
     @cached_property
     def out(self) -> Product:
-        return self._product("out", self.inner, self.dim, 2, _divisor((4, 2, 1), self.head_dim))
+        return self._product("out", self.inner, self.dim, 2, self._copy(self.head_dim))
 
-    # The attention's shared memory, in floats: queries, then stages of keys and values
+    # The attention's shared memory, in words: queries, then stages of keys and values
     @property
     def row_tile(self) -> int:
-        return 16 * self.padded_head_dim
+        """Words of a row tile of one head, there and in scratch."""
+        return 8 * (self.parts or 2) * self.padded_head_dim
 
     @property
     def value_columns(self) -> int:
@@ -174,7 +184,8 @@ class StagedPlan:
     @property
     def attn_buffer(self) -> int:
         rows = self.config.attn_key_tile
-        return rows * self.padded_head_dim + (rows * self.padded_head_dim if self.half else rows * self.value_stride)
+        keys = rows // 16 * self.row_tile
+        return keys + (keys if self.half else rows * self.value_stride)
 
     @property
     def attn_shared_bytes(self) -> int:
@@ -188,13 +199,13 @@ class StagedPlan:
     @property
     def attn_registers(self) -> int:
         """An estimate of registers a thread, from below: scores, result, operands, addressing."""
-        twice = 2 if self.half else 1
+        twice = 2 if self.parts == 2 else 1
         scores, result = 4 * self.config.attn_key_tile // 8, 4 * self.padded_head_dim // 8
         return 64 + max(twice * scores + result, scores + twice * result)
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
-        """(name, elements for one image) of what passes between the kernels."""
+        """(name, elements of the block's type for one image) of what passes between the kernels: operands of as many bytes."""
         elements = self.problem.lines * self.tiles * 16 * self.inner
         return tuple((name, elements) for name in ("query", "key", "value", "attended"))
 
@@ -232,7 +243,8 @@ class StagedPlan:
     def reasons(self, target: Target) -> list[str]:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
         c = self.config
-        rules = [(self.problem.block.dtype == "float32", f"dtype {self.problem.block.dtype}: the staged family computes float32")]
+        dtype = self.problem.block.dtype
+        rules = [(c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}")]
         for name, (threads, shared, blocks, registers) in self.kernels.items():
             most = min(target.registers_per_thread, target.registers_per_sm // (threads * blocks))
             rules += [
@@ -261,10 +273,12 @@ class StagedPlan:
         return [reason for holds, reason in rules if not holds]
 
 
-def default(problem: AxisProblem, target: Target, math: str = "tf32x3") -> StagedConfig | None:
-    """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
-    if problem.block.dtype != "float32":
-        return None
+def default(problem: AxisProblem, target: Target, math: str | None = None) -> StagedConfig | None:
+    """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal.
+
+    math: of the element type's arithmetics, the first of DTYPE_MATHS unless given.
+    """
+    math = math or DTYPE_MATHS[problem.block.dtype][0]
     chosen: dict[str, Any] = {}
     for careful in (_careful_product(problem, "qkv"), _careful_attention(), _careful_product(problem, "out")):
         for candidate in careful:
@@ -298,7 +312,9 @@ def _careful_product(problem: AxisProblem, group: str) -> Iterator[dict[str, Any
         (2, 4, 4, 1, 4), (1, 4, 4, 1, 8), (2, 2, 4, 1, 4), (1, 2, 4, 1, 8), (1, 2, 4, 1, 4),
         (2, 1, 4, 1, 8), (1, 1, 4, 1, 8), (1, 1, 4, 1, 4), (1, 1, 2, 1, 4), (1, 1, 2, 1, 1),
     )  # fmt: skip
-    steps = ((32, 3), (32, 2), (16, 3), (16, 2))
+    steps: tuple[tuple[int, int], ...] = ((32, 3), (32, 2), (16, 3), (16, 2))
+    if problem.block.itemsize == 2 and _ceil(problem.block.dim, 32) % 2 == 0:  # as many bytes a step, unless they are zeros
+        steps = ((64, 3), (64, 2), *steps)
     for (blocks, warp_rows, warp_columns, down, across), (tile, stages) in itertools.product(shapes, steps):
         if warp_rows * down > rows or 8 * warp_columns * across >= 2 * columns and warp_columns > 2:
             continue

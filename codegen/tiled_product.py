@@ -12,10 +12,11 @@ from codegen.sequence import HALF_PARTS
 
 @dataclass(frozen=True)
 class Product:
-    """A tiled product as one kernel computes it (templates/stages/staged_product.cuh); sizes in elements, offsets in floats.
+    """A tiled product as one kernel computes it (templates/stages/staged_product.cuh); sizes in elements, offsets in words.
 
-    sum: the padded length of the sum, a multiple of sum_tile; all_columns: of the result; copy: elements of one asynchronous copy;
-    page: floats from one page of operand A to the next.
+    sum: the padded length of the sum, a multiple of sum_tile; all_columns: of the result; copy: elements of one asynchronous copy
+    (fewer than per_word: they are not copied asynchronously); page: words from one page of operand A to the next; per_word: weights in a
+    word.
     """
 
     math: str
@@ -32,6 +33,7 @@ class Product:
     copy: int
     fragment: int
     page: int
+    per_word: int
 
     @property
     def row_tiles(self) -> int:
@@ -52,20 +54,25 @@ class Product:
 
     @property
     def column_stride(self) -> int:
-        return _column_stride(self.math == "ffma", self.fragment)
+        return _column_stride(self.math == "ffma", self.fragment, self.per_word)
 
     @property
     def plane_stride(self) -> int:
-        return _plane_stride(self.columns, self.column_stride, self.plane, self.sum_tile, self.copy)
+        return _plane_stride(self.columns, self.column_stride, self.plane, self.sum_tile, self.copy, self.per_word)
 
     @property
     def b_tile(self) -> int:
         return self.sum_tile // self.plane * self.plane_stride
 
     @property
+    def pages(self) -> int:
+        """Pages of 128 words that a row tile of operand A takes in a tile of the sum."""
+        return self.sum_tile // 8 * HALF_PARTS.get(self.math, 2) // 2
+
+    @property
     def buffers(self) -> int:
         """Where the buffers start, behind operand A."""
-        return self.row_tiles * (self.sum // 8) * self.page
+        return self.row_tiles * (self.sum // self.sum_tile) * self.pages * self.page
 
     @property
     def shared_bytes(self) -> int:
@@ -74,40 +81,42 @@ class Product:
     @property
     def registers(self) -> int:
         """An estimate of registers a thread, from below: accumulators, operands of one step, addressing."""
-        half = self.math in HALF_PARTS
-        accumulators = 4 * self.warp_rows * self.warp_columns * (2 if half else 1)
+        sums = HALF_PARTS.get(self.math, 1)
+        accumulators = 4 * self.warp_rows * self.warp_columns * sums
         return 32 + accumulators + self.warp_rows * 8 + 2 * self.warp_columns
 
     def conflicts(self) -> dict[str, int]:
         """Access name -> extra wavefronts of one warp-wide access."""
-        operand = _operand_access(self.math == "ffma", self.fragment)
-        copy = _copy_access(self.column_stride, self.plane, self.sum_tile, self.copy)
+        operand = _operand_access(self.math == "ffma", self.fragment, self.per_word)
+        copy = _copy_access(self.column_stride, self.plane, self.sum_tile, self.copy, self.per_word)
         return {operand.name: operand.conflicts(self.column_stride), copy.name: copy.conflicts(self.plane_stride)}
 
 
-def _operand_access(ffma: bool, fragment: int) -> Access:
+def _operand_access(ffma: bool, fragment: int, per_word: int) -> Access:
     """A warp's load of operand B from one plane; see `read` in templates/math_*.cuh."""
     if ffma:
         return Access("weights as operand B", 2, lambda lane: (2 * (lane % 4), 0))
-    return Access("weights as operand B", fragment, lambda lane: (lane // 4, fragment * (lane % 4)))
+    width = fragment // per_word
+    return Access("weights as operand B", width, lambda lane: (lane // 4, width * (lane % 4)))
 
 
-def _copy_access(column_stride: int, plane: int, sum_tile: int, copy: int) -> Access:
-    """A warp's asynchronous copies; a row is a plane here."""
+def _copy_access(column_stride: int, plane: int, sum_tile: int, copy: int, per_word: int) -> Access:
+    """A warp's copies, of whole words; a row is a plane here."""
+    copy = max(copy, per_word)
     chunks = sum_tile // copy
 
     def cell(lane: int) -> tuple[int, int]:
         k = lane % chunks * copy
-        return k // plane, lane // chunks * column_stride + k % plane
+        return k // plane, lane // chunks * column_stride + k % plane // per_word
 
-    return Access("weights copied", copy, cell)
-
-
-@cache
-def _column_stride(ffma: bool, fragment: int) -> int:
-    return padded_stride(4 * fragment, (_operand_access(ffma, fragment),))
+    return Access("weights copied", copy // per_word, cell)
 
 
 @cache
-def _plane_stride(columns: int, column_stride: int, plane: int, sum_tile: int, copy: int) -> int:
-    return padded_stride(columns * column_stride, (_copy_access(column_stride, plane, sum_tile, copy),))
+def _column_stride(ffma: bool, fragment: int, per_word: int) -> int:
+    return padded_stride(4 * fragment // per_word, (_operand_access(ffma, fragment, per_word),))
+
+
+@cache
+def _plane_stride(columns: int, column_stride: int, plane: int, sum_tile: int, copy: int, per_word: int) -> int:
+    return padded_stride(columns * column_stride, (_copy_access(column_stride, plane, sum_tile, copy, per_word),))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from codegen import staged
 from codegen.layout import Access
 from codegen.reference import parameter_shapes, random_input, random_weights, reference, torch_dtype
 from codegen.render import Kernel, Source, render
@@ -21,6 +22,7 @@ from codegen.target import target
 from faulty_block import Block
 from tuner.emulator import EmulationError, Emulator
 from tuner.space import parse_fixed, space
+from tuner.staged_work import staged_parts
 from tuner.trial import Resources
 from tuner.verify import Checker, diagnose
 from tuner.work import parts
@@ -102,6 +104,18 @@ def test_the_model_expects_16_bit_kernels_to_take_less() -> None:
     assert half.grid == single.grid / 2 and half.weights == single.weights / 2
     assert half.tensor == pytest.approx(single.tensor / 6)
     assert half.issue < single.issue and half.serial < single.serial and half.shared < single.shared
+
+
+def test_the_model_expects_16_bit_kernels_of_the_staged_family_to_take_less() -> None:
+    used = {stage: Resources(128, 0, 60_000) for stage in ("qkv", "attention", "out")}
+    specs = [BlockSpec(dim=256, heads=8, height=128, width=128, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    start = staged.default(specs[0].problem("row"), SM90)
+    assert start is not None
+    plans = [staged.StagedPlan(spec.problem("row"), replace(start, math=DTYPE_MATHS[spec.dtype][0])) for spec in specs]
+    single, half = (staged_parts(plan, used, SM90) for plan in plans)
+    assert half.grid == single.grid / 2 and half.weights == single.weights / 2 and half.shared == single.shared / 2
+    assert half.tensor == pytest.approx(single.tensor / 6)
+    assert half.issue < single.issue and half.serial < single.serial
 
 
 # -- the emulator
@@ -284,13 +298,19 @@ def hard(name: str, spec: BlockSpec) -> tuple[Tensor, dict[str, Tensor]]:
     return x, weights
 
 
+@pytest.mark.parametrize("family", ["sequence", "staged"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["nan", "infinity", "constant rows", "mean 1e4", "large logits"])
 @pytest.mark.parametrize("axes", [("row",), ("col",)])
-def test_hard_inputs(name: str, dtype: str, axes: tuple[str, ...], cache: Path) -> None:
+def test_hard_inputs(name: str, dtype: str, axes: tuple[str, ...], family: str, cache: Path) -> None:
     spec = BlockSpec(dim=32, heads=2, height=5, width=18, batch=1, dtype=dtype, axes=axes)
     x, weights = hard(name, spec)
-    got, expected = emulated(spec, cache).run(x, weights), reference(spec, x, weights)
+    emulator = emulated(spec, cache)
+    if family == "staged":
+        start = staged.default(spec.problem(axes[0]), SM90)
+        assert start is not None
+        emulator = Emulator(render(spec, {axes[0]: start}), cache)
+    got, expected = emulator.run(x, weights), reference(spec, x, weights)
     assert torch.equal(got.isfinite(), expected.isfinite())
     assert bool(expected.isfinite().all()) == (name not in ("nan", "infinity"))
     if name == "large logits":  # a softmax this steep turns on the last bits of its scores

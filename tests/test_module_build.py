@@ -23,8 +23,12 @@ import torch
 from torch.utils import cpp_extension
 
 import emitted
-from codegen.module import load_module
+from codegen.config import Config
+from codegen.module import load_module, write_module
+from codegen.render import render
 from codegen.spec import BlockSpec
+from codegen.staged import default as staged_default
+from codegen.target import target as target_of
 
 HERE = Path(__file__).resolve().parent
 
@@ -391,7 +395,7 @@ for path in {paths!r}:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not TOOLKIT or torch.version.cuda is not None, reason="needs nvcc, and stands in for a CUDA build of PyTorch")
-def test_the_real_compiler_builds_and_loads_two_modules(path: Path, tmp_path: Path) -> None:
+def test_the_real_compiler_builds_and_loads_modules(path: Path, tmp_path: Path) -> None:
     """load_inline, ninja, nvcc and the linker, from a stripped PATH, for another TORCH_CUDA_ARCH_LIST, in folders with spaces."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
@@ -399,16 +403,21 @@ def test_the_real_compiler_builds_and_loads_two_modules(path: Path, tmp_path: Pa
     for name in ("libc10_cuda.so", "libtorch_cuda.so"):
         subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", f"-Wl,-soname,{name}", "stub.c", "-o", name], cwd=stubs, check=True)
     second = emitted.write(tmp_path / "zweites Modul", BlockSpec(dim=24, heads=3, height=4, width=9, dtype="bfloat16", axes=("col",)))
-    program = REAL.format(root=str(HERE.parent), stubs=str(stubs), toolkit=TOOLKIT, paths=[str(path), str(second), str(path)])
+    spec = BlockSpec(dim=24, heads=3, height=4, width=20, dtype="float16", axes=("row",))
+    start = staged_default(spec.problem("row"), target_of("sm_90"))
+    assert start is not None
+    staged: dict[str, Config] = {"row": start}
+    third = write_module(tmp_path / "staged", render(spec, staged), staged, emitted.PREDICTED, target_of("sm_90"))
+    program = REAL.format(root=str(HERE.parent), stubs=str(stubs), toolkit=TOOLKIT, paths=[str(path), str(second), str(third), str(path)])
     environment = {
         "PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "ein Heim"), "TORCH_CUDA_ARCH_LIST": "8.9+PTX",
         "LIBRARY_PATH": str(stubs), "LD_LIBRARY_PATH": f"{stubs}:{TOOLKIT}/lib64",
     }  # fmt: skip
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.stdout.splitlines() == ["True 11", "True 6", "True 11"], done.stderr
+        assert done.stdout.splitlines() == ["True 11", "True 6", "True 6", "True 11"], done.stderr
     built = sorted((tmp_path / "ein Heim" / ".cache" / "axialtune").glob("*.so"))
-    assert len(built) == 2
+    assert len(built) == 3
     for library in built:
         machine_code = {arch for arch in (b"sm_75", b"sm_80", b"sm_89", b"sm_90") if arch in library.read_bytes()}
         assert machine_code <= {b"sm_90"}

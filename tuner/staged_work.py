@@ -63,20 +63,21 @@ def _parts(plan: StagedPlan, block: _Block, threads: int, used: Resources, targe
 
 
 def _product(plan: StagedPlan, p: Product, first: bool) -> _Block:
-    cost, tokens = MATHS[plan.config.math], plan.problem.sequences * plan.problem.length
+    cost, tokens, itemsize = MATHS[plan.config.math], plan.problem.sequences * plan.problem.length, plan.problem.block.itemsize
     blocks = math.ceil(plan.problem.sequences * plan.tiles / p.row_tiles) * p.parts
     turns = math.ceil(math.ceil(p.all_columns / p.columns) / p.parts)
     sums, steps = turns * (p.sum // 8), turns * (p.sum // p.sum_tile)
     rows, columns, warps = p.warp_rows, p.warp_columns, p.threads // 32
     unit = rows * (cost.load_a + cost.split_a) + rows * columns * cost.product
     unit += columns * (cost.weights * 2 / p.fragment + cost.split_b + cost.split_pair)
-    copies = p.columns * p.sum_tile / p.copy / p.threads
+    copies = p.columns * p.sum_tile / max(p.copy, p.per_word) / p.threads
     fill = p.row_tiles * 16 * p.sum / p.threads
     instructions = sums * unit + steps * (30 + 4 * copies) + turns * rows * columns * 12 + fill * (6 + cost.split_pair / 2 if first else 1)
-    wavefronts: float = warps * sums * (4 * rows + 2 * columns * (1 + p.conflicts()["weights as operand B"]))
-    wavefronts += (steps * p.columns * p.sum_tile + p.row_tiles * 16 * p.sum) / 32
-    read = 4 * (steps * p.columns * p.sum_tile + p.row_tiles * 16 * p.sum)
-    moved = 4 * tokens * plan.dim * (1 if first else 2)
+    a, b = plan.row_tile / (16 * plan.padded_head_dim), 1 / p.per_word  # words of an element
+    wavefronts: float = warps * sums * (4 * rows * a + 2 * columns * b * (1 + p.conflicts()["weights as operand B"]))
+    wavefronts += (steps * p.columns * p.sum_tile * b + p.row_tiles * 16 * p.sum * a) / 32
+    read = itemsize * (steps * p.columns * p.sum_tile + p.row_tiles * 16 * p.sum)
+    moved = itemsize * tokens * plan.dim * (1 if first else 2)
     waits = L2_CYCLES * (2 + 0.1 * steps * (4 - p.stages))
     return _Block(blocks, instructions, warps * sums * rows * columns, wavefronts, read, waits, moved)
 
@@ -86,10 +87,10 @@ def _attention(plan: StagedPlan) -> _Block:
     keys, head, steps = c.attn_key_tile // 8, plan.padded_head_dim // 8, math.ceil(16 * plan.tiles / c.attn_key_tile)
     scores = head * (cost.load_a + cost.split_a + keys * (cost.key + cost.split_b + cost.product))
     weighted = keys * (cost.share + cost.split_a + 2 * cost.split_pair + head * (cost.value + cost.split_b + cost.product))
-    copies = 2 * c.attn_key_tile * plan.padded_head_dim / 4 / (32 * c.attn_warps)
+    copies = 2 * c.attn_key_tile / 16 * plan.row_tile / 4 / (32 * c.attn_warps)
     instructions = steps * (scores + weighted + 14 * keys + 16 + 4 * head + 20 + 4 * copies) + 40 + head * 12
     tiles = 2 * c.attn_warps * steps * keys * head
-    bytes_read = 4 * plan.padded_head_dim * 16 * (2 * plan.tiles + c.attn_warps)
-    wavefronts = 2 * tiles + bytes_read / 128
+    bytes_read = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps)
+    wavefronts = 2 * tiles * plan.row_tile / (16 * plan.padded_head_dim) + bytes_read / 128
     blocks = plan.problem.sequences * plan.problem.block.heads * plan.attn_groups
     return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + 0.1 * steps), 0.0)

@@ -5,11 +5,11 @@ template <typename C>
 struct StreamedAttention {
   using Math = typename C::Math;
   using S = typename C::Streamed;
-  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROW_TILE = 16 * C::PADDED_HEAD_DIM;  // floats of a row tile of one head in scratch
+  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROW_TILE = C::ROW_TILE;
   static constexpr int KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE), THREADS = 32 * S::WARPS;
-  static constexpr int KEY_FLOATS = S::KEY_TILE / 16 * ROW_TILE, GROUPS = ceil_div(C::TILES, S::WARPS);
+  static constexpr int KEY_WORDS = S::KEY_TILE / 16 * ROW_TILE, GROUPS = ceil_div(C::TILES, S::WARPS);
 
-  // `tiles` row tiles of one head, of which `real` exist, in pieces of COLUMNS floats that are STRIDE apart in shared memory.
+  // `tiles` row tiles of one head, of which `real` exist, in pieces of COLUMNS words that are STRIDE apart in shared memory.
   template <int COLUMNS, int STRIDE>
   static __device__ __forceinline__ void copy_tiles(float* to, const float* from, int tiles, int real) {
 #pragma unroll 4
@@ -25,7 +25,7 @@ struct StreamedAttention {
       float* to = shared + S::BUFFERS + step % S::STAGES * S::BUFFER;
       const int first = step * TILES, real = min(C::TILES - first, TILES);
       copy_tiles<ROW_TILE, ROW_TILE>(to, key + first * ROW_TILE, TILES, real);
-      copy_tiles<S::VALUE_COLUMNS, S::VALUE_STRIDE>(to + KEY_FLOATS, value + first * ROW_TILE, TILES, real);
+      copy_tiles<S::VALUE_COLUMNS, S::VALUE_STRIDE>(to + KEY_WORDS, value + first * ROW_TILE, TILES, real);
     }
     commit_copies();
   }
@@ -77,11 +77,11 @@ struct StreamedAttention {
         for (int j = 0; j < STEPS; ++j) out[0][j][2 * half] *= correction, out[0][j][2 * half + 1] *= correction;
         highest[half] = now;
       }
-      Math::template weighted_sum<STEPS, S::VALUE_STRIDE>(out, p, keys + KEY_FLOATS, 0, 0, lane);
+      Math::template weighted_sum<STEPS, S::VALUE_STRIDE>(out, p, keys + KEY_WORDS, 0, 0, lane);
     }
     if (tile >= C::TILES) return;
     const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
-    float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile) * (16 * C::INNER);
+    float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile) * (C::HEADS * ROW_TILE);
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       const float c[4] = {out[0][j][0] * upper, out[0][j][1] * upper, out[0][j][2] * lower, out[0][j][3] * lower};

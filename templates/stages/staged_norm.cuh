@@ -2,7 +2,7 @@
 // the order [tile of the sum][row tile][page]. A warp takes tokens g and g+8 of a row tile at a time and keeps them in registers between
 // mean and variance. Tokens past a sequence's end, row tiles past the last one and channels past DIM become zeros.
 template <typename C>
-__device__ __forceinline__ void normalise_rows(const float* x, const float* __restrict__ weight, const float* __restrict__ bias, int first_tile, int row_tiles, float* a) {
+__device__ __forceinline__ void normalise_rows(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, float* a) {
   using P = typename C::Qkv;
   constexpr int VEC = C::DIM % 4 == 0 ? 4 : 2, STEPS = ceil_div(P::SUM, 32 * VEC), PAIRS = 8 * P::ROW_TILES, WARPS = P::THREADS / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -17,7 +17,7 @@ __device__ __forceinline__ void normalise_rows(const float* x, const float* __re
       const int token = tile % C::TILES * 16 + 8 * half + g;
       real[half] = tile < row_tiles && token < C::LENGTH;
       if (real[half]) {
-        const float* from = x + C::offset(sequence, token);
+        const Element* from = x + C::offset(sequence, token);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) load_channels<C::DIM>(values[half][step], from, (step * 32 + lane) * VEC);
       }

@@ -1,10 +1,10 @@
 // Kernel 3: output product, bias and residual, written to the grid by stride. An element of y is written by the thread that has read
 // it as residual, so that x may be y.
 template <typename C>
-__device__ __forceinline__ void output(const float* attended, const float* x, float* y, const float* __restrict__ out_weight,
-                                       const float* __restrict__ out_bias, int row_tiles, float* shared) {
+__device__ __forceinline__ void output(const float* attended, const Element* x, Element* y, const Element* __restrict__ out_weight,
+                                       const Element* __restrict__ out_bias, int row_tiles, float* shared) {
   using P = typename C::Out;
-  constexpr int PAGES = C::INNER / 8, TILE_PAGES = P::SUM_TILE / 8;
+  constexpr int PAGES = C::HEADS * C::ROW_TILE / 128, TILE_PAGES = P::PAGES;
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
   const float* rows = attended + static_cast<long long>(first_tile) * (PAGES * 128);
   TiledProduct<P>::run(

@@ -1,24 +1,22 @@
 // Elements of tensors are read and written here and by copy_async alone.
-// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are left as they are.
+// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
 template <int DIM, int N>
-__device__ __forceinline__ void load_channels(float (&to)[N], const float* from, int channel) {
+__device__ __forceinline__ void load_channels(float (&to)[N], const Element* from, int channel) {
   if constexpr (DIM % N == 0) {
     if (channel < DIM) load(to, from + channel);
   } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (channel + i < DIM) to[i] = from[channel + i];
+    load_some<false>(to, from + channel, true, channel, DIM);
   }
 }
 
 template <int DIM, int N>
-__device__ __forceinline__ void store_channels(float* to, int channel, const float (&values)[N]) {
+__device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
   if constexpr (DIM % N == 0) {
     if (channel < DIM) store(to + channel, values);
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (channel + i < DIM) to[channel + i] = values[i];
+      if (channel + i < DIM) put(to + channel + i, values[i]);
   }
 }
 
@@ -26,7 +24,8 @@ __device__ __forceinline__ void store_channels(float* to, int channel, const flo
 // PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE. Operand A stays in shared memory for all of the
 // sum, as fragments in the order [tile of the sum][row tile][page]. The weights stream through STAGES buffers by asynchronous copies,
 // across column tiles without a break. A buffer is planes of PLANE neighbouring indices of the sum, the row of each column
-// COLUMN_STRIDE floats from the one before, so that neither copies nor operand loads have bank conflicts.
+// COLUMN_STRIDE words from the one before, so that neither copies nor operand loads have bank conflicts. Weights are there as they are in
+// memory.
 template <typename P>
 struct TiledProduct {
   using Math = typename P::Math;
@@ -34,20 +33,30 @@ struct TiledProduct {
   static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
 
   // A tile of the weights into a buffer. P::weight(weight, column, k) is where that column's weights from index k on lie, or null for zeros.
-  static __device__ __forceinline__ void copy_weights(float* to, const float* __restrict__ weight, int column_tile, int sum_tile) {
-    constexpr int V = P::COPY, ACROSS = P::SUM_TILE / V, COPIES = P::COLUMNS * ACROSS;
+  // Elements whose rows start within a word cannot be copied asynchronously, and are not: the barrier that frees the buffer comes before
+  // them, and another before its operands are read.
+  static __device__ __forceinline__ void copy_weights(float* to, const Element* __restrict__ weight, int column_tile, int sum_tile) {
+    constexpr int V = P::COPY < PER_WORD ? PER_WORD : P::COPY, ACROSS = P::SUM_TILE / V, COPIES = P::COLUMNS * ACROSS;
 #pragma unroll 4
     for (int turn = 0; turn < ceil_div(COPIES, P::THREADS); ++turn) {
       const int copy = threadIdx.x + turn * P::THREADS, column = copy / ACROSS, k = copy % ACROSS * V;
       if (COPIES % P::THREADS != 0 && copy >= COPIES) break;
-      const float* from = P::weight(weight, column_tile * P::COLUMNS + column, sum_tile * P::SUM_TILE + k);
-      copy_async<4 * V>(to + k / PLANE * P::PLANE_STRIDE + column * P::COLUMN_STRIDE + k % PLANE, from ? from : weight, from != nullptr);
+      const int row = column_tile * P::COLUMNS + column, index = sum_tile * P::SUM_TILE + k;
+      const Element* from = P::weight(weight, row, index);
+      float* at = to + k / PLANE * P::PLANE_STRIDE + column * P::COLUMN_STRIDE + k % PLANE / PER_WORD;
+      if constexpr (P::COPY < PER_WORD) {
+        Word word[1] = {};
+        load_some<true>(word, from, from != nullptr, 0, P::weight(weight, row, index + 1) ? 2 : 1);
+        store(at, word);
+      } else {
+        copy_async<4 * V / PER_WORD>(at, reinterpret_cast<const float*>(from ? from : weight), from != nullptr);
+      }
     }
   }
 
   // Starts the copies of one step: prepare(sum_tile) adds those of operand A.
   template <typename Prepare>
-  static __device__ __forceinline__ void start(float* buffers, const float* __restrict__ weight, int step, int steps, int part, Prepare prepare) {
+  static __device__ __forceinline__ void start(float* buffers, const Element* __restrict__ weight, int step, int steps, int part, Prepare prepare) {
     if (step < steps) {
       if (step < SUM_TILES) prepare(step);
       copy_weights(buffers + step % P::STAGES * P::B_TILE, weight, part + step / SUM_TILES * P::PARTS, step % SUM_TILES);
@@ -58,7 +67,7 @@ struct TiledProduct {
   // prepare(sum_tile) starts the copies of a tile of operand A (once each); fill() writes what is not copied; store(row_tile, column, acc)
   // takes a warp's result: the first of its row tiles and of its columns.
   template <typename Prepare, typename Fill, typename Store>
-  static __device__ __forceinline__ void run(float* a, float* buffers, const float* __restrict__ weight, int part, Prepare prepare, Fill fill, Store store_result) {
+  static __device__ __forceinline__ void run(float* a, float* buffers, const Element* __restrict__ weight, int part, Prepare prepare, Fill fill, Store store_result) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_row_tile = warp / P::WARPS_ACROSS * P::WARP_ROW_TILES, first_column = warp % P::WARPS_ACROSS * WARP_COLUMNS;
     const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
@@ -76,10 +85,10 @@ struct TiledProduct {
         __syncthreads();  // the step's operands are there for all, and the buffer of the step before is free
         start(buffers, weight, step + P::STAGES - 1, steps, part, prepare);
         const float* b = buffers + step % P::STAGES * P::B_TILE + first_column * P::COLUMN_STRIDE;
-        const auto load_b = [&](int tile, int column, int k, float(&to)[F]) {
-          load(to, b + k / PLANE * P::PLANE_STRIDE + (8 * tile + column) * P::COLUMN_STRIDE + k % PLANE);
+        const auto load_b = [&](int tile, int column, int k, auto& to) {
+          load(to, b + k / PLANE * P::PLANE_STRIDE + (8 * tile + column) * P::COLUMN_STRIDE + k % PLANE / PER_WORD);
         };
-        Math::template add_product<P::SUM_TILE, F, P::PAGE>(acc, sums, a + sum_tile * P::A_TILE + first_row_tile * (P::SUM_TILE / 8) * P::PAGE, lane,
+        Math::template add_product<P::SUM_TILE, F, P::PAGE>(acc, sums, a + sum_tile * P::A_TILE + first_row_tile * P::PAGES * P::PAGE, lane,
                                                             [&](int j, int at) { return Math::pack(Math::template read<F>(j, at, lane, load_b)); });
       }
       sums.add_to(acc);

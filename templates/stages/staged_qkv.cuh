@@ -1,8 +1,8 @@
 // Kernel 1: LayerNorm and the QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
 // [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece.
 template <typename C>
-__device__ __forceinline__ void qkv(const float* x, const float* __restrict__ norm_weight, const float* __restrict__ norm_bias,
-                                    const float* __restrict__ qkv_weight, float* query, float* key, float* value, int row_tiles, float* shared) {
+__device__ __forceinline__ void qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
+                                    const Element* __restrict__ qkv_weight, float* query, float* key, float* value, int row_tiles, float* shared) {
   using P = typename C::Qkv;
   using Math = typename C::Math;
   constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8;
@@ -19,7 +19,7 @@ __device__ __forceinline__ void qkv(const float* x, const float* __restrict__ no
           for (int j = 0; j < P::WARP_COLUMN_TILES; ++j) {
             const int step = column / 8 + j, which = step / INNER_STEPS, within = step % INNER_STEPS;
             if (step >= 3 * INNER_STEPS) break;
-            const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * (16 * C::PADDED_HEAD_DIM);
+            const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * C::ROW_TILE;
             if (which == 0)
               Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, acc[i][j]);
             else if (which == 1)
