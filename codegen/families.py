@@ -19,16 +19,18 @@ Plan = SequencePlan | StagedPlan
 
 @dataclass(frozen=True)
 class Family:
-    """default: (problem, target, math) -> the configuration to start from, or None when none is legal."""
+    """default: (problem, target, math) -> the configuration to start from, or None when none is legal.
+    maths: element type -> its arithmetics, the one to start from first."""
 
     config: type[Config]
     plan: Callable[[AxisProblem, Any], Plan]
     default: Callable[[AxisProblem, Target, str], Config | None]
+    maths: Mapping[str, tuple[str, ...]]
 
 
 FAMILIES: dict[str, Family] = {
-    SequenceConfig.family: Family(SequenceConfig, SequencePlan, sequence.default),
-    StagedConfig.family: Family(StagedConfig, StagedPlan, staged.default),
+    SequenceConfig.family: Family(SequenceConfig, SequencePlan, sequence.default, sequence.DTYPE_MATHS),
+    StagedConfig.family: Family(StagedConfig, StagedPlan, staged.default, staged.DTYPE_MATHS),
 }
 
 

@@ -56,7 +56,7 @@ def staged_cost(config: Config) -> float:
     if not isinstance(config, StagedConfig):
         return 30.0
     values = config_values(config)
-    best = {"math": "fp16x3", "qkv_stages": 2, "attn_warps": 8, "attn_stages": 3, "out_sum_tile": 16}
+    best = {"math": "tf32x3", "qkv_stages": 2, "attn_warps": 8, "attn_stages": 3, "out_sum_tile": 16}
     return 20.0 + sum(2.0 for name, value in best.items() if values[name] != value)
 
 
@@ -64,7 +64,7 @@ def test_the_faster_family_wins_and_its_groups_are_tuned_one_after_the_other(tmp
     result, backend = run(tmp_path, staged_cost, spec=WIDE)
     assert result.choice is not None
     winner = result.choice.winner.candidate.configs["row"]
-    assert isinstance(winner, StagedConfig) and winner.math == "fp16x3"
+    assert isinstance(winner, StagedConfig) and winner.math == "tf32x3"
     groups = StagedConfig.groups()
     assert sorted(("math", *sum(groups.values(), ()))) == sorted(StagedConfig.tunables())
     asked = backend.configs

@@ -237,7 +237,7 @@ def test_defaults_compile_without_spills(shape: tuple[int, int, int, int], math:
 
 def test_scratch_holds_padded_tiles_and_is_shared_by_the_axes() -> None:
     spec = BlockSpec(dim=40, heads=2, height=5, width=33, batch=3)
-    source = render(spec, configured(spec))
+    source = render(spec, configured(spec, "tf32x3"))
     padded = {"row": 5 * 48, "col": 33 * 16}  # tokens in whole row tiles; heads of 20 channels take 24
     assert dict(source.scratch) == {name: max(padded.values()) * 48 for name in ("query", "key", "value", "attended")}
     qkv, attention, out = source.kernels[:3]

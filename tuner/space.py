@@ -260,7 +260,7 @@ def space(
         if name == "math" and value not in maths:
             raise SpecError(f"math {value} cannot hold a tolerance of {tolerance:g}: relax it with --tolerance above {TF32_TOLERANCE:g}")
         values[name] = (value,)
-    preferred = (*values["math"], *maths) if len(values["math"]) == 1 else DTYPE_MATHS[dtype]
+    preferred = (*values["math"], *maths) if len(values["math"]) == 1 else kind.maths[dtype]
     begin = next((start for math in preferred if (start := kind.default(problem, target, str(math))) is not None), None)
     draft = Space(problem, target, values, begin or kind.config())
     if begin is not None and draft.legal(begin):
