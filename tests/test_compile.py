@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
 import pytest
 
-from codegen.render import Kernel, Source, render
+from codegen.render import TEMPLATES, Kernel, Source, render
 from codegen.sequence import default
 from codegen.spec import DTYPES, BlockSpec
 from codegen.target import target
@@ -111,3 +112,11 @@ def test_what_is_no_cubin_is_said_so(bytes_):
 def test_first_error_without_a_known_form():
     assert first_error("something   odd\nhappened") == "something odd happened"
     assert first_error("") == "the compiler failed without a message"
+
+
+def test_no_generic_lambdas_in_the_templates():
+    """NVRTC 13.0, the oldest supported, takes a generic lambda's operator for a host function and refuses the source."""
+    for path in sorted(TEMPLATES.rglob("*.cuh")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            code = line.partition("//")[0]
+            assert not re.search(r"\]\s*\([^)]*\bauto\b", code), f"{path.name}:{number}: an `auto` parameter of a lambda"

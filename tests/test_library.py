@@ -6,7 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -156,6 +156,7 @@ def module(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", traced)
     module = emitted.on_cpu(emitted.write(tmp_path, use=request.param))
     module.compiled = made
+    module.importlib = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name))  # Triton counts as installed
     return module
 
 
@@ -247,3 +248,14 @@ def test_every_form_on_a_gpu(tmp_path: Path, use: str) -> None:
             close(model(x), expected(x))
         close(model(x), expected(x))
     assert module._launch is None
+
+
+@pytest.mark.parametrize("use", [form for form in FORMS if "compile" in form])
+def test_without_triton_a_compiled_form_is_computed_uncompiled_with_one_warning(tmp_path: Path, use: str) -> None:
+    module = emitted.on_cpu(emitted.write(tmp_path, use=use))
+    module.importlib = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
+    expected, model = pair(module)
+    with torch.no_grad(), pytest.warns(UserWarning, match="needs Triton") as caught:
+        for batch in (2, 3):
+            close(model(images(batch=batch)), expected(images(batch=batch)))
+    assert len(caught) == 1

@@ -278,4 +278,4 @@ def test_readme_begins_with_the_two_commands() -> None:
 def test_ci_runs_what_make_test_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
-    assert re.search(r"^step .* make test$", script.read_text(), re.M)
+    assert re.search(r'^step .* make test( ARGS="-n auto")?$', script.read_text(), re.M)

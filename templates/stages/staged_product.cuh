@@ -85,7 +85,7 @@ struct TiledProduct {
         __syncthreads();  // the step's operands are there for all, and the buffer of the step before is free
         start(buffers, weight, step + P::STAGES - 1, steps, part, prepare);
         const float* b = buffers + step % P::STAGES * P::B_TILE + first_column * P::COLUMN_STRIDE;
-        const auto load_b = [&](int tile, int column, int k, auto& to) {
+        const auto load_b = [&](int tile, int column, int k, Word(&to)[F / PER_WORD]) {
           load(to, b + k / PLANE * P::PLANE_STRIDE + (8 * tile + column) * P::COLUMN_STRIDE + k % PLANE / PER_WORD);
         };
         Math::template add_product<P::SUM_TILE, F, P::PAGE>(acc, sums, a + sum_tile * P::A_TILE + first_row_tile * P::PAGES * P::PAGE, lane,
