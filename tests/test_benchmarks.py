@@ -564,3 +564,21 @@ def test_the_sanitizer_sample_is_the_same_each_time_and_covers_types_and_familie
     drawn = sample(8, 0, target("sm_90"))
     assert [s.digest for s in drawn] == [s.digest for s in sample(8, 0, target("sm_90"))]
     assert {s.spec.dtype for s in drawn} == set(DTYPES) and {len(s.kernels) for s in drawn} == {2, 6}
+
+
+def test_stamps_stand_at_each_stages_end_and_compile() -> None:
+    from benchmarks.stages import STAMPS, stamped
+    from codegen.sequence import default
+    from tuner.compile import compile_source
+
+    to = target("sm_90")
+    spec = BlockSpec(16, 2, 5, 7, axes=("row",))
+    config = default(spec.problem("row"), to)
+    assert config is not None
+    source = stamped(render(spec, {"row": config}))
+    assert [source.text.count(f"  stamp({stage});\n") for stage in range(len(STAMPS))] == [1] * len(STAMPS)
+    assert compile_source(source, to).resources["axial_row"].registers > 16
+    both = default(spec.problem("row"), to)
+    two = BlockSpec(16, 2, 5, 7)
+    with pytest.raises(SpecError, match="only the sequence family"):
+        stamped(render(two, {axis: both for axis in two.axes}))
