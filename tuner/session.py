@@ -18,7 +18,7 @@ from codegen.spec import BlockSpec, SpecError, valid_name
 from codegen.target import Target, target
 from tuner.gpu import Gpu, obstacle, visible_gpu
 from tuner.records import Records
-from tuner.space import FP32_TOLERANCE, family_spaces, parse_fixed, space, spaces
+from tuner.space import FP32_TOLERANCE, parse_fixed, space, spaces
 from tuner.storage import open_storage
 from tuner.trial import Timing
 
@@ -156,12 +156,12 @@ def _writable(folder: Path) -> None:
 def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
     """`render`: the source of the default configuration with some tunables set. SpecError when that is not legal."""
     fixed = parse_fixed(settings)
+    tunables: dict[str, Any] = {name: value for name, value in fixed.items() if name != "family"}
+    tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
     configs = {}
-    for axis in spec.axes:
+    for axis, families in spaces(spec, to, tolerance=tolerance).items():
         problem = spec.problem(axis)
-        tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
-        tunables: dict[str, Any] = {name: value for name, value in fixed.items() if name != "family"}
-        family = fixed.get("family") or _family_of(tunables) or next(iter(family_spaces(problem, to, tolerance=tolerance)))
+        family = fixed.get("family") or _family_of(tunables) or next(iter(families))
         asked: Config = replace(space(problem, to, family=str(family), tolerance=tolerance).start, **tunables)
         if isinstance(asked, SequenceConfig) and "prefetch" not in fixed and asked.weights == "stream":
             asked = replace(asked, prefetch="none")
