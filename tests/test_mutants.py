@@ -14,14 +14,13 @@ from functools import cache as remembered
 from pathlib import Path
 
 import pytest
-import torch
 
-from codegen.reference import random_input, random_weights, reference
 from codegen.render import Source, render
 from codegen.sequence import DTYPE_MATHS, SequenceConfig, SequencePlan, default
 from codegen.spec import BlockSpec
 from codegen.target import target
-from tuner.emulator import EmulationError, Emulator
+from emulated import error_of
+from tuner.emulator import EmulationError
 
 TARGET = target("sm_90")
 TOLERANCE = 1e-5
@@ -51,18 +50,6 @@ def source_of(spec: BlockSpec, math: str | None = None, **changes: int | str | b
         reasons = SequencePlan(problem, configs[axis]).reasons(TARGET)
         assert not reasons, f"the test's configuration is not legal: {reasons}"
     return render(spec, configs)
-
-
-def error_of(source: Source, cache: Path, scale: float = 1.0, order: str = "forward", batch: int | None = None) -> float:
-    """Largest difference to the float64 reference over the output's scale; infinity where something is not finite."""
-    generator = torch.Generator().manual_seed(11)
-    weights = random_weights(source.spec, generator)
-    x = random_input(source.spec, generator, scale=scale, batch=batch)
-    y = Emulator(source, cache, run_limit=60).run(x, weights, order=order)
-    expected = reference(source.spec, x, weights)
-    if not y.isfinite().all():
-        return float("inf")
-    return float((y.double() - expected).abs().max() / expected.abs().max())
 
 
 def caught(source: Source, cache: Path, scale: float = 1.0) -> str:

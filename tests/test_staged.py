@@ -8,11 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from codegen.config import Config
 from codegen.module import read_module, write_module
-from codegen.reference import random_input, random_weights, reference
 from codegen.render import Source, render
 from codegen.sequence import DTYPE_MATHS
 from codegen.sequence import default as sequence_default
@@ -20,6 +18,7 @@ from codegen.spec import BlockSpec
 from codegen.staged import StagedConfig, StagedPlan, default
 from codegen.target import target
 from emitted import PREDICTED
+from emulated import error_of
 from tuner.compile import compile_source
 from tuner.emulator import EmulationError, Emulator
 from tuner.verify import Checker
@@ -50,15 +49,6 @@ def configured(spec: BlockSpec, math: str | None = None, **changes: int) -> dict
         found[axis] = config = dataclasses.replace(start, **changes)
         assert not StagedPlan(spec.problem(axis), config).reasons(TARGET)
     return found
-
-
-def error_of(source: Source, cache: Path, scale: float = 1.0, order: str = "forward", batch: int | None = None) -> float:
-    generator = torch.Generator().manual_seed(11)
-    weights = random_weights(source.spec, generator)
-    x = random_input(source.spec, generator, scale=scale, batch=batch)
-    y = Emulator(source, cache, run_limit=60).run(x, weights, order=order)
-    expected = reference(source.spec, x, weights)
-    return float((y.double() - expected).abs().max() / expected.abs().max()) if y.isfinite().all() else float("inf")
 
 
 def right(source: Source, cache: Path, order: str = "forward", quick: bool = False) -> bool:

@@ -161,8 +161,10 @@ def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
     configs = {}
     for axis, families in spaces(spec, to, tolerance=tolerance).items():
         problem = spec.problem(axis)
-        family = fixed.get("family") or _family_of(tunables) or next(iter(families))
-        asked: Config = replace(space(problem, to, family=str(family), tolerance=tolerance).start, **tunables)
+        family = str(fixed.get("family") or _family_of(tunables) or next(iter(families)))
+        # A family that is not among them has nothing legal: `space` says why.
+        here = families.get(family) or space(problem, to, family=family, tolerance=tolerance)
+        asked: Config = replace(here.start, **tunables)
         if isinstance(asked, SequenceConfig) and "prefetch" not in fixed and asked.weights == "stream":
             asked = replace(asked, prefetch="none")
         reasons = plan_of(problem, asked).reasons(to)
