@@ -21,6 +21,8 @@ TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias")
 """A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight."""
+TERMS = ("key_mask", "logit_bias")
+"""A kernel's names for what changes its logits, where the block has it: `logit_bias` of a row kernel is the block's row_bias."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Kernel:
     """How one kernel of a source is launched, and with what.
 
     arguments: the tensors it takes, in order: "x" (what its axis reads: the block's input, or y where an earlier axis has
-        written), "y" (the block's output), one of WEIGHTS, or one of the source's scratch buffers. All start on 16 bytes and are
+        written), "y" (the block's output), one of WEIGHTS or TERMS, or one of the source's scratch buffers. All start on 16 bytes and are
         contiguous; x and y are (batch, height, width, dim). The last argument is an int, the number of items.
     items: what that number counts, "sequences" (batch * lines), "row_tiles" (16 tokens of a sequence, its last ones fewer) or "tokens"
         (batch * height * width).
@@ -58,9 +60,11 @@ class Kernel:
         return -(-self.count(spec, batch) // self.items_per_block) * self.blocks_per_group
 
     def tensor(self, spec: BlockSpec, argument: str) -> str:
-        """What `argument` is in the whole block: "x", "y", a scratch buffer's name, or a parameter's, e.g. row_norm.weight."""
+        """What `argument` is in the whole block: "x", "y", a scratch buffer's name, an input's, e.g. row_bias, or a parameter's, e.g. row_norm.weight."""
         if argument == "x" and self.axis != spec.axes[0]:
             return "y"
+        if argument == "logit_bias":
+            return f"{self.axis}_bias"
         return f"{self.axis}_{argument.replace('_', '.')}" if argument in WEIGHTS else argument
 
 
@@ -136,7 +140,13 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
         shared_bytes=plan.shared_bytes,
         items_per_block=plan.config.sequences,
         dependent_launch=plan.config.dependent_launch and follows,
+        arguments=("x", "y", *WEIGHTS, *terms(plan.problem.block)),
     )
+
+
+def terms(spec: BlockSpec) -> tuple[str, ...]:
+    """Those of TERMS that the block has."""
+    return tuple(term for term in TERMS if getattr(spec, term))
 
 
 def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
@@ -153,6 +163,6 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
     heads = plan.problem.block.heads
     return [
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
-        kernel("attention", "sequences", 1, heads * plan.attn_groups, (query, key, value, attended)),
+        kernel("attention", "sequences", 1, heads * plan.attn_groups, (query, key, value, attended, *terms(plan.problem.block))),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
     ]

@@ -27,6 +27,8 @@ class BlockSpec:
     dtype:  element type of input, output and weights; a key of DTYPES.
     axes:   which of "row" and "col" the block has, in the order in which they run.
     eps:    LayerNorm's epsilon.
+    key_mask: whether forward takes a mask of the tokens that may be attended to, (batch, height, width).
+    logit_bias: whether forward takes a bias of the logits for each axis, (heads, length, length).
 
     Raises SpecError with the reason when the numbers do not describe a block.
     """
@@ -39,6 +41,8 @@ class BlockSpec:
     dtype: str = "float32"
     axes: tuple[str, ...] = AXES
     eps: float = 1e-5
+    key_mask: bool = False
+    logit_bias: bool = False
 
     def __post_init__(self) -> None:
         for field, upper in (("dim", MAX_DIM), ("heads", MAX_DIM), ("height", MAX_LENGTH), ("width", MAX_LENGTH), ("batch", 2**31 - 1)):

@@ -3,7 +3,7 @@
 // in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
 // (or, in Ffma, by lanes of the same row).
 template <typename C>
-__device__ __forceinline__ void attention(float* shared) {
+__device__ __forceinline__ void attention(float* shared{{ term_parameters }}{{ ", int first, int sequences" if spec.key_mask }}) {
   using Math = typename C::Math;
   constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
   constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
@@ -13,8 +13,11 @@ __device__ __forceinline__ void attention(float* shared) {
     const int unit = warp + turn * C::WARPS;
     if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
     const int head = unit % C::HEADS, tile = unit / C::HEADS, first_tile = tile / TILES * TILES;
+{% if spec.key_mask %}
+    const int sequence = min(first + tile / TILES, sequences - 1);  // behind the last one nothing is stored
+{% endif %}
     float out[1][COLUMNS][4] = {};
-    float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
+    float sum[2] = {}, highest[2] = { {{- lowest }}, {{ lowest -}} };
 #pragma unroll (KEY_STEPS <= 4 ? KEY_STEPS : 1)
     for (int step = 0; step < KEY_STEPS; ++step) {
       float p[1][KEYS][4] = {};
@@ -26,6 +29,12 @@ __device__ __forceinline__ void attention(float* shared) {
           for (int i = 0; i < 4; ++i)
             if (step * C::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) p[0][j][i] = minus_infinity();
       }
+{% if spec.logit_bias %}
+      add_bias<C>(p, logit_bias, head, 16 * (tile - first_tile) + lane / 4, step * C::KEY_TILE, lane);
+{% endif %}
+{% if spec.key_mask %}
+      mask_keys<C>(p, key_mask, sequence, step * C::KEY_TILE, lane);
+{% endif %}
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float now = highest[half];
@@ -53,7 +62,7 @@ __device__ __forceinline__ void attention(float* shared) {
       Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
     }
     __syncwarp();  // the queries have been read
-    const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
+    const float upper = {{ inverse }}group_sum<4>(sum[0])), lower = {{ inverse }}group_sum<4>(sum[1]));
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
       const float c[4] = {out[0][j][0] * upper, out[0][j][1] * upper, out[0][j][2] * lower, out[0][j][3] * lower};

@@ -30,7 +30,7 @@ struct StreamedAttention {
     commit_copies();
   }
 
-  static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended, float* shared) {
+  static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended{{ term_parameters }}, float* shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = blockIdx.x % GROUPS, unit = blockIdx.x / GROUPS, head = unit % C::HEADS, sequence = unit / C::HEADS;
     const int first_tile = group * S::WARPS, tile = first_tile + warp;
@@ -39,7 +39,7 @@ struct StreamedAttention {
 #pragma unroll
     for (int step = 0; step < S::STAGES - 1; ++step) start(shared, key + base, value + base, step);
     float out[1][STEPS][4] = {};
-    float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
+    float sum[2] = {}, highest[2] = { {{- lowest }}, {{ lowest -}} };
 #pragma unroll 1
     for (int step = 0; step < KEY_STEPS; ++step) {
       wait_for_copies<S::STAGES - 2>();
@@ -56,6 +56,12 @@ struct StreamedAttention {
           for (int i = 0; i < 4; ++i)
             if (step * S::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) p[0][j][i] = minus_infinity();
       }
+{% if spec.logit_bias %}
+      add_bias<C>(p, logit_bias, head, 16 * tile + lane / 4, step * S::KEY_TILE, lane);
+{% endif %}
+{% if spec.key_mask %}
+      mask_keys<C>(p, key_mask, sequence, step * S::KEY_TILE, lane);
+{% endif %}
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float now = highest[half];
@@ -80,7 +86,7 @@ struct StreamedAttention {
       Math::template weighted_sum<STEPS, S::VALUE_STRIDE>(out, p, keys + KEY_WORDS, 0, 0, lane);
     }
     if (tile >= C::TILES) return;
-    const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
+    const float upper = {{ inverse }}group_sum<4>(sum[0])), lower = {{ inverse }}group_sum<4>(sum[1]));
     float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile) * (C::HEADS * ROW_TILE);
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
