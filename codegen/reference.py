@@ -73,7 +73,8 @@ class Branch:
     """What one axis computes beside the residual, stage by stage, for sequences of L tokens.
 
     normed (what is multiplied: x itself with post_norm), output: (sequences, L, dim); weighted: (sequences, L, inner), the heads side by
-    side; q, k, v: (sequences, heads, L, head_dim), q unscaled; scores (scaled, with bias and mask), probabilities: (sequences, heads, L, L).
+    side; q, k, v: (sequences, heads, L, head_dim), q unscaled; scores (scaled, with their bias and mask), probabilities: (sequences,
+    heads, L, L).
     """
 
     normed: Tensor

@@ -104,6 +104,12 @@ def fused_mask(allowed: Tensor | None, bias: Tensor | None) -> tuple[Tensor | No
     return mask.masked_fill(none, 0.0), none
 
 
+def split_terms(spec: BlockSpec, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """(the parameters, the terms in forward's order) of a mapping that holds both."""
+    names = term_shapes(spec, 0)
+    return {name: tensor for name, tensor in weights.items() if name not in names}, [weights[name] for name in names]
+
+
 def terms_of(axis: str, terms: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """(the keys that may be attended to (sequences, L), the bias (heads, L, L)) of an axis; None for what the block does not have."""
     mask = terms.get("key_mask")

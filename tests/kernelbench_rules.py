@@ -13,14 +13,14 @@ from codegen.spec import BlockSpec
 REFERENCE = """
 import functools
 from codegen.reference import Model as Block
-Model = functools.partial(Block, axes={axes!r})
+Model = functools.partial(Block, axes={axes!r}, **{variants!r})
 """
 
 
 def execute(text: str, spec: BlockSpec, build_directory: str | None = None) -> dict[str, Any]:
     """The names that `text` defines, executed in a dict that already holds the reference's names."""
     names: dict[str, Any] = {}
-    exec(REFERENCE.format(axes=spec.axes), names)
+    exec(REFERENCE.format(axes=spec.axes, variants=spec.variants), names)
     if build_directory is not None:
         text = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {build_directory!r}\n" + text
     exec(compile(text, "<string>", "exec"), names)
@@ -47,8 +47,9 @@ def largest_excess(
     worst = float("-inf")
     for trial in range(trials):
         torch.manual_seed(trial)
-        x = torch.randn(spec.batch, spec.height, spec.width, spec.dim).to(device, dtype)
-        expected, got = (model(x).detach() for model in models)
+        inputs = [t.to(device, dtype if t.is_floating_point() else t.dtype) for t in names["get_inputs"]()]
+        assert inputs[0].shape == (spec.batch, spec.height, spec.width, spec.dim)
+        expected, got = (model(*inputs).detach() for model in models)
         assert got.shape == expected.shape and got.dtype == expected.dtype
         worst = max(worst, float(((got - expected).abs() - tolerance - tolerance * expected.abs()).max()))
     return worst

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from codegen.reference import SCORE_LIMIT, branch, random_input, random_weights, reference, to_sequences, torch_dtype
+from codegen.reference import SCORE_LIMIT, branch, parameter_shapes, random_input, random_weights, reference, to_sequences, torch_dtype
 from codegen.spec import BlockSpec
+from codegen.terms import random_terms
 from tuner.probes import ROUNDING, Diagnosis, Runner, largest
 from tuner.stages import first_disagreement
 
@@ -58,12 +59,16 @@ class Case:
 
     def shuffled(self, generator: torch.Generator) -> Case:
         """The same case with images, rows and columns in another order: attention along an axis does not depend on the
-        order of its tokens, so a fresh input costs no new reference."""
-        x, expected = self.x, self.expected
-        for dimension in range(3):
+        order of its tokens, so a fresh input costs no new reference. Mask and biases follow."""
+        x, expected, weights = self.x, self.expected, dict(self.weights)
+        for dimension, axis in enumerate(("", "col", "row")):
             order = torch.randperm(x.shape[dimension], generator=generator).to(x.device)
             x, expected = x.index_select(dimension, order), expected.index_select(dimension, order)
-        return replace(self, x=x, expected=expected)
+            if "key_mask" in weights:
+                weights["key_mask"] = weights["key_mask"].index_select(dimension, order)
+            if (bias := weights.get(f"{axis}_bias")) is not None:
+                weights[f"{axis}_bias"] = bias.index_select(1, order).index_select(2, order)
+        return replace(self, x=x, expected=expected, weights=weights)
 
 
 class Checker:
@@ -134,17 +139,17 @@ def rms(values: Tensor) -> float:
 
 
 def _cases(spec: BlockSpec, generator: torch.Generator, batch: int, quick: bool) -> Iterator[Case]:
-    weights = random_weights(spec, generator)
+    weights = random_weights(spec, generator) | random_terms(spec, generator, batch)
     yield _case("unit scale", spec, random_input(spec, generator, batch=batch), weights)
 
     other = 2 if batch == 1 and 2 * spec.height * spec.width * spec.dim <= SCORE_LIMIT else 1
-    weights = random_weights(spec, generator)
+    weights = random_weights(spec, generator) | random_terms(spec, generator, other)
     yield _case(f"tokens of scale 0.001 to 100, batch {other}", spec, _mixed(spec, generator, other), weights)
     if quick:
         return
     for axis in spec.axes:
         x = _mixed(spec, generator, 1)
-        alone = _alone(spec, axis, random_weights(spec, generator))
+        alone = _alone(spec, axis, random_weights(spec, generator) | random_terms(spec, generator, 1))
         if len(spec.axes) > 1:
             yield _case(f"{axis} branch alone", spec, x, alone)
         yield _case(f"{axis} branch alone, large scores", spec, x, _sharpened(spec, axis, x, alone), LARGE_SCORE / WELL_CONDITIONED)
@@ -189,7 +194,7 @@ def _sharpened(spec: BlockSpec, axis: str, x: Tensor, weights: dict[str, Tensor]
     """The weights with the queries of `axis` scaled, so that its largest score is about LARGE_SCORE, and positive."""
     sequences = to_sequences(axis, x)
     few = sequences[: max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))]
-    scores = branch(spec, axis, few.double(), {name: tensor.double() for name, tensor in weights.items()}).scores
+    scores = branch(spec, axis, few.double(), {name: weights[name].double() for name in parameter_shapes(spec)}).scores
     qkv = weights[f"{axis}_qkv.weight"].clone()
     qkv[: spec.dim] *= LARGE_SCORE / largest(scores)
     return {**weights, f"{axis}_qkv.weight": qkv}
@@ -231,7 +236,8 @@ def _errors(case: Case, y: Tensor) -> tuple[float, float]:
     added = case.expected - x
     deviation = (y - case.expected).abs()
     beyond = (deviation - ROUNDING[case.x.dtype] * (x.abs() + added.abs())).clamp_min(0.0)
-    return float(deviation.max()) / rms(case.expected) / case.condition, float(beyond.max()) / rms(added) / case.condition
+    scale, branch_scale = (max(rms(values), 1e-30) for values in (case.expected, added))  # a branch may add nothing to fully masked tokens
+    return float(deviation.max()) / scale / case.condition, float(beyond.max()) / branch_scale / case.condition
 
 
 def place(mask: Tensor) -> str:

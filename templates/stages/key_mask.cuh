@@ -5,7 +5,7 @@ __device__ __forceinline__ void mask_keys(float (&p)[1][KEYS][4], const unsigned
 #pragma unroll
   for (int word = 0; word < ceil_div(KEYS, 4); ++word) {
     const int key = first_key + 32 * word + lane;
-    const unsigned there = __ballot_sync(ALL_LANES, key < C::LENGTH && __ldg(mask + C::token(sequence, key)) != 0);
+    const unsigned there = __ballot_sync(ALL_LANES, key < C::LENGTH && __ldg(mask + C::mask_offset(sequence, key)) != 0);
 #pragma unroll
     for (int j = 4 * word; j < KEYS && j < 4 * word + 4; ++j)
 #pragma unroll
