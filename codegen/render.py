@@ -24,7 +24,7 @@ WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "qkv_bias", "out_weight", "
 its `parameters`."""
 USUAL_WEIGHTS = BlockSpec().parameters
 TERMS = ("key_mask", "logit_bias")
-"""A kernel's names for what changes its logits, where the block has it: `logit_bias` of a row kernel is the block's row_bias."""
+"""A kernel's names for what changes its logits, of which a block has its `terms`."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,22 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    made.filters["declared"] = lambda names: [
+        f"const {'unsigned char' if name == 'key_mask' else 'Element'}* __restrict__ {name}" for name in names
+    ]
     made.globals["verbatim"] = verbatim
+    made.globals["stage"] = stage
     return made
 
 
 def verbatim(name: str) -> str:
     """The text of templates/`name`, which is plain CUDA: not a template, so that it can be linted and compiled alone."""
     return (TEMPLATES / name).read_text().rstrip("\n")
+
+
+def stage(name: str, spec: BlockSpec) -> str:
+    """The text of templates/`name`: plain CUDA but for the lines that variants of the block add or leave out."""
+    return environment().get_template(name).render(spec=spec).rstrip("\n")
 
 
 def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
@@ -143,13 +152,8 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
         shared_bytes=plan.shared_bytes,
         items_per_block=plan.config.sequences,
         dependent_launch=plan.config.dependent_launch and follows,
-        arguments=("x", "y", *plan.problem.block.parameters, *terms(plan.problem.block)),
+        arguments=("x", "y", *plan.problem.block.parameters, *plan.problem.block.terms),
     )
-
-
-def terms(spec: BlockSpec) -> tuple[str, ...]:
-    """Those of TERMS that the block has."""
-    return tuple(term for term in TERMS if getattr(spec, term))
 
 
 def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
@@ -160,12 +164,14 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
         threads, shared = used[stage][:2]
         return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
 
-    parameters = plan.problem.block.parameters
-    qkv = ("x", *(name for name in parameters if not name.startswith("out")), query, key, value)
-    out = (attended, "x", "y", *(name for name in parameters if name.startswith("out")))
-    heads = plan.problem.block.heads
-    return [
+    block = plan.problem.block
+    qkv = ("x", *block.pre_norm_parameters, *block.parameters_of("qkv"), query, key, value)
+    out = (attended, *(("x",) if block.residual else ()), "y", *block.parameters_of("out"))
+    kernels = [
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
-        kernel("attention", "sequences", 1, heads * plan.attn_groups, (query, key, value, attended, *terms(plan.problem.block))),
+        kernel("attention", "sequences", 1, block.heads * plan.attn_groups, (query, key, value, attended, *block.terms)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
     ]
+    if block.post_norm:
+        kernels.append(kernel("norm", "tokens", plan.norm_threads // 32, 1, ("y", *block.parameters_of("norm"))))
+    return kernels

@@ -27,7 +27,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "logit_bias": ("logitbias", "--logit-bias"),
 }
 """Field of BlockSpec in which a block may differ from the usual one -> how a file's name and a command line state it."""
-NOT_GENERATED = ("norm", "norm_affine", "post_norm", "residual", "qkv_bias", "out_bias", "head_dim")
+NOT_GENERATED: tuple[str, ...] = ()
 """The variants that no kernel family computes yet."""
 
 
@@ -140,6 +140,20 @@ class BlockSpec:
             "out_bias": self.out_bias,
         }
         return tuple(name for name, is_there in there.items() if is_there)
+
+    def parameters_of(self, part: str) -> tuple[str, ...]:
+        """Those of `parameters` that belong to "norm", "qkv" or "out"."""
+        return tuple(name for name in self.parameters if name.startswith(part))
+
+    @property
+    def pre_norm_parameters(self) -> tuple[str, ...]:
+        """The parameters of `pre_norm`."""
+        return () if self.post_norm else self.parameters_of("norm")
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """What changes the logits beside queries and keys, as kernels name it: `logit_bias` of a row kernel is the input row_bias."""
+        return tuple(term for term in ("key_mask", "logit_bias") if getattr(self, term))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; of the variants only those that are not as usual, so that old files and new ones agree."""

@@ -4,6 +4,7 @@
    turns over column tiles while the weights stream through shared memory by asynchronous copies.
 2. Attention: a streaming softmax over tiles of keys; a warp has 16 queries of one head.
 3. Output product, bias and residual: tiled like 1.
+4. With post_norm only: the norm, of y in place. (A block of 3 has all channels of a token only where nothing else shares its rows.)
 
 What passes between them (q, k, v and the attention's result) lies in scratch buffers as the fragments that the next kernel multiplies
 (see codegen/sequence.py), in the order of the axis' tokens: every kernel reads its operands in one piece, for rows and columns alike,
@@ -221,7 +222,13 @@ class StagedPlan:
             "qkv": (self.qkv.threads, self.qkv.shared_bytes, c.qkv_blocks, max(self.qkv.registers, self._norm_registers)),
             "attention": (32 * c.attn_warps, self.attn_shared_bytes, c.attn_blocks, self.attn_registers),
             "out": (self.out.threads, self.out.shared_bytes, c.out_blocks, self.out.registers),
+            **({"norm": (self.norm_threads, 0, 1, 32 + _ceil(self.dim, 32))} if self.problem.block.post_norm else {}),
         }
+
+    @property
+    def norm_threads(self) -> int:
+        """Of a block of kernel 4, a warp a token."""
+        return 256
 
     @property
     def _norm_registers(self) -> int:
@@ -266,11 +273,11 @@ class StagedPlan:
                 ),
                 (registers <= most, f"{name}: about {registers} registers a thread exceed the {most} there are"),
             ]
-        for group, product in (("qkv", self.qkv), ("out", self.out)):
+        for group, product, length in (("qkv", self.qkv, self.dim), ("out", self.out, self.problem.block.inner)):
             column_tiles = _ceil(product.all_columns, product.columns)
             rules += [
                 (product.parts <= column_tiles, f"{group}_parts {product.parts} exceeds {column_tiles} column tiles"),
-                (product.sum_tile == 16 or product.sum_tile <= 2 * self.dim, f"{group}_sum_tile {product.sum_tile} adds zeros alone"),
+                (product.sum_tile == 16 or product.sum_tile <= 2 * length, f"{group}_sum_tile {product.sum_tile} adds zeros alone"),
             ]
         rules += [
             (c.attn_warps <= 2 * self.tiles, f"attn_warps {c.attn_warps} exceeds what {self.tiles} row tiles need"),
@@ -314,13 +321,14 @@ def _careful_product(problem: AxisProblem, group: str) -> Iterator[dict[str, Any
     """Candidates from fast to frugal: 64 rows, in two blocks of four warps on a multiprocessor, so that one multiplies while the other
     normalises or waits, or else in one of eight; fewer rows where shared memory or the rows are few."""
     rows = problem.sequences * _ceil(problem.length, 16)  # row tiles in all
-    columns = 3 * problem.block.dim if group == "qkv" else problem.block.dim
+    block = problem.block
+    columns, length = (3 * block.inner, block.dim) if group == "qkv" else (block.dim, block.inner)
     shapes = (
         (2, 4, 4, 1, 4), (1, 4, 4, 1, 8), (2, 2, 4, 1, 4), (1, 2, 4, 1, 8), (1, 2, 4, 1, 4),
         (2, 1, 4, 1, 8), (1, 1, 4, 1, 8), (1, 1, 4, 1, 4), (1, 1, 2, 1, 4), (1, 1, 2, 1, 1),
     )  # fmt: skip
     steps: tuple[tuple[int, int], ...] = ((32, 3), (32, 2), (16, 3), (16, 2))
-    if problem.block.itemsize == 2 and _ceil(problem.block.dim, 32) % 2 == 0:  # as many bytes a step, unless they are zeros
+    if block.itemsize == 2 and _ceil(length, 32) % 2 == 0:  # as many bytes a step, unless they are zeros
         steps = ((64, 3), (64, 2), *steps)
     for (blocks, warp_rows, warp_columns, down, across), (tile, stages) in itertools.product(shapes, steps):
         if warp_rows * down > rows or 8 * warp_columns * across >= 2 * columns and warp_columns > 2:

@@ -2,7 +2,8 @@
 
 An implementation is a runner: (x, weights) -> y, all of the block's element type, with x (batch, height, width, dim) and the
 weights by the reference's parameter names. It is compared with the float64 reference in two ways: the whole output, scaled to
-the output's root mean square, and the branch alone (y - x), scaled to the branch's, so that the residual cannot hide it.
+the output's root mean square, and the branch alone (y - x), scaled to the branch's, so that the residual cannot hide it. Where the
+block has no residual, or normalises behind it, y is the branch.
 float32 is held to a tolerance; 16-bit types to twice the error of PyTorch's own form of the same type on the same input.
 """
 
@@ -15,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from codegen.reference import SCORE_LIMIT, branch, parameter_shapes, random_input, random_weights, reference, to_sequences, torch_dtype
+from codegen.reference import SCORE_LIMIT, Branch, branch, random_input, random_weights, reference, to_sequences, torch_dtype
 from codegen.spec import BlockSpec
-from codegen.terms import random_terms
+from codegen.terms import random_terms, split_terms, terms_of
 from tuner.probes import ROUNDING, Diagnosis, Runner, largest
 from tuner.stages import first_disagreement
 
@@ -46,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """One input with its float64 output. condition: by how much ill-conditioned numbers
+    """One input with its float64 output. carries: whether y is x and the branch, not the branch alone. condition: by how much ill-conditioned numbers
     (large scores, nearly equal channels) may exceed the tolerance, at least 1. allowed: what the error and the branch's error,
     divided by it, may be; None for the checker's tolerance."""
 
@@ -54,6 +55,7 @@ class Case:
     x: Tensor
     weights: Mapping[str, Tensor]
     expected: Tensor
+    carries: bool
     condition: float = 1.0
     allowed: tuple[float, float] | None = None
 
@@ -150,13 +152,16 @@ def _cases(spec: BlockSpec, generator: torch.Generator, batch: int, quick: bool)
     for axis in spec.axes:
         x = _mixed(spec, generator, 1)
         alone = _alone(spec, axis, random_weights(spec, generator) | random_terms(spec, generator, 1))
-        if len(spec.axes) > 1:
+        if len(spec.axes) > 1 and spec.residual:
             yield _case(f"{axis} branch alone", spec, x, alone)
-        yield _case(f"{axis} branch alone, large scores", spec, x, _sharpened(spec, axis, x, alone), LARGE_SCORE / WELL_CONDITIONED)
+        condition = 1.0 if spec.pre_norm == "none" else LARGE_SCORE / WELL_CONDITIONED  # there it is found from the scores
+        alone_text = "branch alone, " if spec.residual else ""
+        yield _case(f"{axis} {alone_text}large scores", spec, x, _sharpened(spec, axis, x, alone), condition)
 
 
 def _case(name: str, spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], condition: float = 1.0) -> Case:
-    case = Case(name, x, weights, reference(spec, x, weights), condition * _cancellation(spec, x))
+    carries = spec.residual and not spec.post_norm
+    case = Case(name, x, weights, reference(spec, x, weights), carries, condition * _condition(spec, x, weights))
     return case if spec.itemsize == 4 else replace(case, allowed=_allowed(spec, case))
 
 
@@ -168,6 +173,32 @@ def _allowed(spec: BlockSpec, case: Case) -> tuple[float, float]:
     return WORSE * error, WORSE * branch_error
 
 
+def _condition(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor]) -> float:
+    """At least 1: by how much rounding errors may grow: in LayerNorm (see _cancellation), and where scores are large because the
+    tokens are not normalised."""
+    if spec.pre_norm == "layer" and spec.residual:
+        return _cancellation(spec, x)  # further axes see x and more
+    cast = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    worst, grid = 1.0, x.double()
+    for axis in spec.axes:
+        tokens, stages = _some(spec, axis, grid, cast)
+        if spec.pre_norm == "none":
+            worst = max(worst, float(stages.scores.nan_to_num(neginf=0.0).abs().max()) / WELL_CONDITIONED)
+        if spec.norm == "layer":
+            summed = stages.output + tokens if spec.residual else stages.output
+            worst = max(worst, _cancellation(spec, summed if spec.post_norm else tokens))
+        grid = reference(replace(spec, axes=(axis,)), grid, weights)
+    return worst
+
+
+def _some(spec: BlockSpec, axis: str, grid: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Branch]:
+    """As many sequences of a grid as the score matrix has room for, and the stages of `axis` for them, with the terms among the weights."""
+    sequences = to_sequences(axis, grid)
+    most = max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))
+    few, allowed = sequences[:most].double(), terms_of(axis, weights)[0]
+    return few, branch(spec, axis, few, weights, None if allowed is None else allowed[:most])
+
+
 def _cancellation(spec: BlockSpec, x: Tensor) -> float:
     """At least 1: what LayerNorm loses where the channels of a token nearly agree, which is rare from 8 channels on."""
     x = x.double()
@@ -176,28 +207,33 @@ def _cancellation(spec: BlockSpec, x: Tensor) -> float:
 
 
 def _mixed(spec: BlockSpec, generator: torch.Generator, batch: int) -> Tensor:
-    """Tokens each with a mean and a scale of its own: at 0.001 LayerNorm's eps shows, at 100 the branch is small beside x."""
+    """Tokens each with a mean and a scale of its own: at 0.001 LayerNorm's eps shows, at 100 the branch is small beside x. No scale is
+    above 1 where the tokens are not normalised, so that softmax has more than one key to weigh."""
     x = random_input(spec, generator, batch=batch).float()
     tokens = (*x.shape[:3], 1)
     mean = torch.randn(tokens, generator=generator, device=x.device)
-    exponent = 5.0 * torch.rand(tokens, generator=generator, device=x.device) - 3.0
+    decades = 5.0 if spec.pre_norm != "none" else 3.0
+    exponent = decades * torch.rand(tokens, generator=generator, device=x.device) - 3.0
     return ((x + mean) * 10.0**exponent).to(torch_dtype(spec))
 
 
 def _alone(spec: BlockSpec, axis: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with every other axis adding nothing."""
+    """The weights with every other axis adding nothing; as they are where it would leave nothing."""
+    if not spec.residual:
+        return weights
     muted = {f"{other}_out.{part}" for other in spec.axes if other != axis for part in ("weight", "bias")}
     return {name: torch.zeros_like(tensor) if name in muted else tensor for name, tensor in weights.items()}
 
 
 def _sharpened(spec: BlockSpec, axis: str, x: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights with the queries of `axis` scaled, so that its largest score is about LARGE_SCORE, and positive."""
-    sequences = to_sequences(axis, x)
-    few = sequences[: max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))]
-    scores = branch(spec, axis, few.double(), {name: weights[name].double() for name in parameter_shapes(spec)}).scores
-    qkv = weights[f"{axis}_qkv.weight"].clone()
-    qkv[: spec.dim] *= LARGE_SCORE / largest(scores)
-    return {**weights, f"{axis}_qkv.weight": qkv}
+    before = spec.axes[: spec.axes.index(axis)]
+    grid = reference(replace(spec, axes=before), x, weights) if before else x
+    scores = _some(spec, axis, grid, {name: tensor.double() for name, tensor in split_terms(spec, weights)[0].items()})[1].scores
+    sharpened = {name: weights[name].clone() for name in (f"{axis}_qkv.weight", f"{axis}_qkv.bias") if name in weights}
+    for tensor in sharpened.values():
+        tensor[: spec.inner] *= LARGE_SCORE / largest(scores)
+    return {**weights, **sharpened}
 
 
 def _run(case: Case, runner: Runner, tolerance: float) -> Check:
@@ -219,7 +255,7 @@ def _run(case: Case, runner: Runner, tolerance: float) -> Check:
     allowed, allowed_branch = case.allowed or (tolerance, tolerance)
     if error <= allowed and branch_error <= allowed_branch:
         return Check(True, error, branch_error)
-    if torch.equal(y, x.double()):
+    if case.carries and torch.equal(y, x.double()):
         return failed("returns its input: the branch adds nothing", error, branch_error)
     what, worst, most = ("branch's", branch_error, allowed_branch) if branch_error > allowed_branch else ("output's", error, allowed)
     deviation = (y - case.expected).abs()
@@ -232,11 +268,11 @@ def _run(case: Case, runner: Runner, tolerance: float) -> Check:
 
 def _errors(case: Case, y: Tensor) -> tuple[float, float]:
     """The error and the branch's error of a float64 output; see Check."""
-    x = case.x.double()
+    x = case.x.double() if case.carries else torch.zeros_like(case.x, dtype=torch.float64)
     added = case.expected - x
     deviation = (y - case.expected).abs()
     beyond = (deviation - ROUNDING[case.x.dtype] * (x.abs() + added.abs())).clamp_min(0.0)
-    scale, branch_scale = (max(rms(values), 1e-30) for values in (case.expected, added))  # a branch may add nothing to fully masked tokens
+    scale, branch_scale = (rms(values) or 1.0 for values in (case.expected, added))
     return float(deviation.max()) / scale / case.condition, float(beyond.max()) / branch_scale / case.condition
 
 

@@ -1,9 +1,10 @@
+{% set lowest, inverse = ("LOWEST_LOGIT", "inverse_or_zero(") if spec.terms else ("minus_infinity()", "__fdividef(1.0f, ") %}
 // Stage 3: softmax(q k^T / sqrt(HEAD_DIM)) v, a warp for 16 queries of one head, streaming over tiles of keys with a running
 // maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result replaces the queries,
 // in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
 // (or, in Ffma, by lanes of the same row).
 template <typename C>
-__device__ __forceinline__ void attention(float* shared{{ term_parameters }}{{ ", int first, int sequences" if spec.key_mask }}) {
+__device__ __forceinline__ void attention(float* shared{% for term in spec.terms | declared %}, {{ term }}{% endfor %}{{ ", int first, int sequences" if spec.key_mask }}) {
   using Math = typename C::Math;
   constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
   constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;

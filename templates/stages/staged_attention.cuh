@@ -1,3 +1,4 @@
+{% set lowest, inverse = ("LOWEST_LOGIT", "inverse_or_zero(") if spec.terms else ("minus_infinity()", "__fdividef(1.0f, ") %}
 // Kernel 2: softmax(q k^T / sqrt(HEAD_DIM)) v for WARPS * 16 queries of one sequence and head, 16 a warp, streaming over tiles of keys with
 // a running maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. Tiles of keys and values come
 // through STAGES buffers by asynchronous copies. The result goes to scratch as operand A of kernel 3.
@@ -30,7 +31,7 @@ struct StreamedAttention {
     commit_copies();
   }
 
-  static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended{{ term_parameters }}, float* shared) {
+  static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended{% for term in spec.terms | declared %}, {{ term }}{% endfor %}, float* shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = blockIdx.x % GROUPS, unit = blockIdx.x / GROUPS, head = unit % C::HEADS, sequence = unit / C::HEADS;
     const int first_tile = group * S::WARPS, tile = first_tile + warp;

@@ -1,25 +1,3 @@
-// Elements of tensors are read and written here and by copy_async alone.
-// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
-template <int DIM, int N>
-__device__ __forceinline__ void load_channels(float (&to)[N], const Element* from, int channel) {
-  if constexpr (DIM % N == 0) {
-    if (channel < DIM) load(to, from + channel);
-  } else {
-    load_some<false>(to, from + channel, true, channel, DIM);
-  }
-}
-
-template <int DIM, int N>
-__device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
-  if constexpr (DIM % N == 0) {
-    if (channel < DIM) store(to + channel, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (channel + i < DIM) put(to + channel + i, values[i]);
-  }
-}
-
 // A tiled product of rows with weights. P states it: a block has ROW_TILES * 16 rows and turns over column tiles of COLUMNS, of which the
 // PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE. Operand A stays in shared memory for all of the
 // sum, as fragments in the order [tile of the sum][row tile][page]. The weights stream through STAGES buffers by asynchronous copies,
