@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,13 +66,12 @@ def _read_across(mask: Tensor) -> Tensor:
     return mask.reshape(batch, width, height).transpose(1, 2)
 
 
-def mask_fault(probe: Probe) -> str | None:
-    """The fault of MASK_FAULTS that explains the observation, or that queries without a key are not finite."""
+def mask_fault(bench: Bench, probe: Probe) -> str | None:
+    """The fault of MASK_FAULTS that explains the observation, or that what is not finite comes from queries without a key."""
     if not probe.finite:
-        dead = ~lines_of(probe.axis, _mask(probe)).any(-1)
-        broken = ~torch.isfinite(probe.sequences)
-        alone = bool((broken.flatten(1).any(1) == dead).all())
-        return "a query whose keys are all masked gives NaN, not zero" if alone else None
+        some = _mask(probe) | ~_mask(probe).any(_along(probe), keepdim=True)
+        again = bench.observe(probe.axis, probe.x, v=bench.identity(), out=bench.identity(), key_mask=some)
+        return "a query whose keys are all masked gives NaN, not zero" if again.agrees() else None
     return next((detail for detail, added in MASK_FAULTS.items() if probe.agrees(added(probe))), None)
 
 
@@ -91,7 +91,7 @@ def _term_probes(bench: Bench, axis: str) -> Iterator[tuple[Probe, Callable[[Pro
         for first in range(0, 6, min(6, number)):
             lines = masked_lines(number, length, bench.generator, bench.device, first).view(batch, -1, length)
             mask = lines if axis == "row" else lines.transpose(1, 2).contiguous()
-            yield bench.observe(axis, x, v=v, out=out, key_mask=mask), mask_fault
+            yield bench.observe(axis, x, v=v, out=out, key_mask=mask), partial(mask_fault, bench)
     if bench.spec.logit_bias:
         length = bench.spec.problem(axis).length
         bias = bench.normal(bench.spec.heads, length, length)
