@@ -94,7 +94,11 @@ def _transposed(mask: Tensor) -> Tensor:
 FAULTS: dict[str, tuple[BlockSpec, Callable[[Given], Given], str]] = {
     "mask ignored": (MASK, swapped("key_mask", torch.ones_like), "row attention: scores: key mask ignored"),
     "mask inverted": (BOTH, swapped("key_mask", torch.logical_not), "row attention: scores: key mask inverted"),
-    "mask shifted": (MASK, swapped("key_mask", lambda m: m.roll(1, 2)), "row attention: scores: key mask off by one token (the one before)"),
+    "mask shifted": (
+        MASK,
+        swapped("key_mask", lambda m: m.roll(1, 2)),
+        "row attention: scores: key mask off by one token (the one before)",
+    ),
     "mask shifted back": (BOTH, swapped("key_mask", lambda m: m.roll(-1, 2)), "key mask off by one token (the one behind)"),
     "columns' mask shifted": (MASK, swapped("key_mask", lambda m: m.roll(1, 1)), "row attention: scores: "),
     "mask of the other axis": (MASK, swapped("key_mask", _transposed), "key mask read along the other axis"),
@@ -144,7 +148,9 @@ def test_a_wrong_result_for_queries_without_keys_is_named(value: float, message:
     assert str(diagnose(MASK, wrong)) == f"row attention: scores: {message}"
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((8, 1, 1, 1, 1), "float16"), ((32, 4, 3, 40, 1), "float32"), ((16, 2, 20, 2, 2), "bfloat16")])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((8, 1, 1, 1, 1), "float16"), ((32, 4, 3, 40, 1), "float32"), ((16, 2, 20, 2, 2), "bfloat16")]
+)
 @pytest.mark.parametrize("flags", [("key_mask",), ("logit_bias",), ("key_mask", "logit_bias")], ids="+".join)
 def test_no_false_alarm(shape: tuple[int, ...], dtype: str, flags: tuple[str, ...]) -> None:
     spec = BlockSpec(*shape, dtype=dtype, **dict.fromkeys(flags, True))
