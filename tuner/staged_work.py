@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from codegen.staged import Product, StagedPlan
 from codegen.target import Target
 from tuner.trial import Resources
-from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts
+from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts, term_bytes, term_instructions
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,10 @@ def _attention(plan: StagedPlan) -> _Block:
     weighted = keys * (cost.share + cost.split_a + 2 * cost.split_pair + head * (cost.value + cost.split_b + cost.product))
     copies = 2 * c.attn_key_tile / 16 * plan.row_tile / 4 / (32 * c.attn_warps)
     instructions = steps * (scores + weighted + 14 * keys + 16 + 4 * head + 20 + 4 * copies) + 40 + head * 12
+    instructions += steps * term_instructions(plan.problem, keys)
     tiles = 2 * c.attn_warps * steps * keys * head
-    bytes_read = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps)
+    bytes_read: float = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps)
     wavefronts = 2 * tiles * plan.row_tile / (16 * plan.padded_head_dim) + bytes_read / 128
     blocks = plan.problem.sequences * plan.problem.block.heads * plan.attn_groups
+    bytes_read += c.attn_warps * 16 * term_bytes(plan.problem)
     return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + 0.1 * steps), 0.0)
