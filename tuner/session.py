@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,7 +90,7 @@ def run(request: Request, console: Console) -> int:
         request.tolerance,
         fixed,
         _study(request),
-        open_storage(_storage(request)),
+        open_storage(storage_of(request)),
         not request.fresh,
         command=request.command,
     )
@@ -124,7 +125,7 @@ def _study(request: Request) -> str:
     return request.study or ""
 
 
-def _storage(request: Request) -> str | None:
+def storage_of(request: Request) -> str | None:
     """The storage's URL: as given, or a SQLite file in the user's cache; None for memory."""
     import platformdirs
 
@@ -135,8 +136,11 @@ def _storage(request: Request) -> str | None:
     folder = platformdirs.user_cache_path("axialtune")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "studies.db", "ab"):
-            return f"sqlite:///{folder / 'studies.db'}"
+        file = folder / "studies.db"
+        # A file that exists is not opened here: closing it would drop the locks that SQLite, in this very process, may hold on it.
+        if not file.exists():
+            file.touch()
+        return f"sqlite:///{file}" if os.access(file, os.R_OK | os.W_OK) else None
     except OSError:
         return None  # a cache that cannot be written only means that nothing is resumed
 
