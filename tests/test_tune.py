@@ -13,7 +13,7 @@ from codegen.library import LibraryConfig
 from codegen.module import read_module
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
-from fake_backend import HERE, SPEC, FakeBackend, InstantCompilers, options, run
+from fake_backend import HERE, SPEC, FakeBackend, InstantCompilers, cost, options, run
 from tuner.deliver import deliver, records_file
 from tuner.finals import choose_measured, combinations, prefer_predicted
 from tuner.predicted_backend import PredictedBackend, emulated
@@ -277,3 +277,11 @@ def test_a_block_too_large_for_the_emulator_says_that_it_was_not_run() -> None:
     configs = {axis: here.start for axis, here in preferred(spaces(spec, target_)).items()}
     outcome = PredictedBackend(target_, compilers=InstantCompilers()).confirm(Candidate(spec, configs))  # type: ignore[arg-type]
     assert outcome.ok and outcome.error is None
+
+
+def test_columns_begin_with_what_is_best_for_rows(tmp_path: Path) -> None:
+    backend = FakeBackend(salt=1)
+    run(tmp_path, backend, spec=BlockSpec(dim=32, heads=2, height=32, width=32, batch=2))
+    rows, columns = ([c.configs[axis] for c in backend.asked if tuple(c.configs) == (axis,)] for axis in ("row", "col"))
+    best = min(rows, key=lambda config: cost(config, salt=1))
+    assert best != rows[0] and columns[1] == best  # after the default

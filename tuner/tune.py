@@ -156,15 +156,16 @@ class _Tuning:
         title = "rows" if axis == "row" else "columns"
         scores: dict[Config, float] = {}
         goes_on = True
-        if len(families) > 1:  # a family whose default is far behind is not worth the trials
+        if len(families) > 1 or self.ranked:  # a family whose default is far behind is not worth the trials; defaults come first
             for name, here in families.items():
                 goes_on = goes_on and self._search_one(f"{title}, {name}: default", here.focused((), here.start), 1, end, scores)
             best = min(scores.values(), default=float("inf"))
             near = {name: here for name, here in families.items() if scores.get(here.start, float("inf")) <= best * HOPELESS}
             families = near or families
         for name, here in families.items():
-            for start in here.starts()[1:] if len(here.config_type.groups()) > 1 else ():
-                goes_on = goes_on and self._search_one(f"{title}, {name}: default", here.focused((), start), 1, end, scores)
+            starts = here.starts()[1:] if len(here.config_type.groups()) > 1 else []
+            for start in dict.fromkeys(starts + self._best_elsewhere(here)):
+                goes_on = goes_on and self._search_one(f"{title}, {name}: known to be good", here.focused((), start), 1, end, scores)
         steps = [(name, group, tunables) for name, here in families.items() for group, tunables in here.config_type.groups().items()]
         weights = [sum(len(families[name].values[t]) > 1 for t in tunables) for name, _, tunables in steps]
         for at, (name, group, tunables) in enumerate(steps):
@@ -180,6 +181,11 @@ class _Tuning:
             goes_on = self._search_one(label, here.focused(tunables, around), trials, begin + (end - begin) * share, scores)
         self.ranked[axis] = sorted(scores, key=scores.__getitem__)
         return goes_on
+
+    def _best_elsewhere(self, here: Space) -> list[Config]:
+        """What is best of this family on the axes already searched, where it is legal here: axes seldom differ much."""
+        best = (next((config for config in ranked if isinstance(config, here.config_type)), None) for ranked in self.ranked.values())
+        return [config for config in best if config is not None and config != here.start and here.legal(config)]
 
     def _search_one(self, title: str, here: Space, trials: int, deadline: float, scores: dict[Config, float]) -> bool:
         """One search, whose results are added to `scores`; False when it was interrupted."""
