@@ -285,3 +285,10 @@ def test_columns_begin_with_what_is_best_for_rows(tmp_path: Path) -> None:
     rows, columns = ([c.configs[axis] for c in backend.asked if tuple(c.configs) == (axis,)] for axis in ("row", "col"))
     best = min(rows, key=lambda config: cost(config, salt=1))
     assert best != rows[0] and columns[1] == best  # after the default
+
+
+def test_nothing_is_measured_twice_without_storage_or_records(tmp_path: Path) -> None:
+    backend = FakeBackend()
+    run(tmp_path, backend, spec=BlockSpec(dim=32, heads=2, height=32, width=32, batch=2), fixed={}, records=None, resume=False, trials=6)
+    asked = [tuple(candidate.configs.items()) for candidate in backend.asked if len(candidate.configs) == 1]
+    assert len(asked) == len(set(asked))

@@ -110,6 +110,7 @@ class _Tuning:
         self.spaces = spaces(spec, options.target, fixed=options.fixed, tolerance=options.tolerance)
         self.default = Candidate(spec, self._default_configs())
         self.ranked: dict[str, list[Config]] = {}
+        self.tried: dict[str, dict[Config, Known]] = {axis: {} for axis in spec.axes}  # by this run, of one axis alone
         self.verified: list[Outcome] = []
         self.failed: Counter[tuple[str, str]] = Counter()
         self.pytorch: Mapping[str, Timing] = {}
@@ -191,7 +192,7 @@ class _Tuning:
         """One search, whose results are added to `scores`; False when it was interrupted."""
         search = Search(here, self._search_options(here, trials, deadline))
         self.reporter.stage(title, max(0, trials - search.resumed), search.score(here.start), search.best)
-        resumed = search.resumed - sum(search.score(config) is not None for config in scores)  # not what this run itself has found
+        resumed = search.resumed - sum(map(here.legal, self.tried[here.problem.axis]))  # not what this run itself has found
         if resumed > 0:
             self.reporter.note(f"{title}: {resumed} results of earlier runs taken over (--fresh starts anew)")
         if search.foreign:
@@ -224,7 +225,7 @@ class _Tuning:
             deadline,
             options.storage,
             lambda config: render(spec, {axis: config}).digest,
-            self._known(spec) if options.resume else (),
+            (*self.tried[axis].values(), *(self._known(spec) if options.resume else ())),
         )
 
     def _known(self, spec: BlockSpec) -> tuple[Known, ...]:
@@ -248,6 +249,9 @@ class _Tuning:
     def _finished(self, outcome: Outcome) -> None:
         self.trials += 1
         self._keep(outcome)
+        if len(outcome.candidate.configs) == 1:
+            ((axis, config),) = outcome.candidate.configs.items()
+            self.tried[axis][config] = Known(config, outcome.score if outcome.ok else None, outcome.status, outcome.source_digest)
         self.reporter.outcome(outcome)
 
     def _keep(self, outcome: Outcome) -> None:
