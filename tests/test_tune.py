@@ -96,6 +96,17 @@ def test_an_interrupt_writes_the_best_so_far_marked_partial(tmp_path: Path, at: 
         assert pairs[0].configs["row"] == best
 
 
+def test_an_interrupted_run_leaves_the_module_of_a_whole_one_alone(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path, FakeBackend(salt=3))
+    assert whole.delivery is not None
+    before = whole.delivery.path.read_text()
+    for _ in range(2):
+        result, _ = run(tmp_path, FakeBackend(salt=3, interrupt_at=(4,)), resume=False)
+        assert result.exit_code == 130 and result.delivery is not None
+        assert result.delivery.path.name == f"{whole.delivery.path.stem}_partial.py"
+    assert whole.delivery.path.read_text() == before and len(list(tmp_path.glob("*.py"))) == 2
+
+
 def test_an_interrupt_while_the_module_is_built_writes_it_as_partial(tmp_path: Path) -> None:
     class Interrupted(FakeBackend):
         def module(self, path, spec):
