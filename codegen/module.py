@@ -28,6 +28,7 @@ from codegen.families import config_from_dict
 from codegen.kernelbench import violations
 from codegen.library import FORMS, KERNELS, LibraryConfig
 from codegen.provenance import Provenance
+from codegen.reference import parameter_shapes
 from codegen.render import WEIGHTS, Kernel, Source, environment
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target, target
@@ -90,7 +91,8 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         kernels=source.kernels,
         scratch=source.scratch,
         calls=[_call(kernel, spec) for kernel in source.kernels],
-        parameters=[f"{axis}_{part}" for axis in spec.axes for part in WEIGHTS],
+        parameters=[f"{axis}_{part}" for axis in spec.axes for part in spec.parameters],
+        sizes={part: (*parameter_shapes(spec)[f"{spec.axes[0]}_{part.replace('_', '.')}"], 0)[:2] for part in spec.parameters},
         most=max(max(kernel.count(spec, 1), kernel.blocks(spec, 1)) for kernel in source.kernels),
     )
     for name, text in (("CUDA source", source.text), ("launch code", launch)):
@@ -100,7 +102,7 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         spec=spec,
         title=f"Axial attention block: dim {spec.dim}, {spec.heads} heads, {spec.height}x{spec.width}, {spec.dtype}, for {target.arch}.",
         description=_wrapped(
-            f"{axes.capitalize()} over (batch, height, width, dim), with LayerNorm before and a residual after each axis. "
+            f"{axes.capitalize()} over (batch, height, width, dim), {_anatomy(spec)}. "
             f"Tuned for batch {spec.batch}; any batch is computed."
             + (_FP16X3 if any(configs[axis].to_dict().get("math") == "fp16x3" for axis in spec.axes) else ""),
             "",
@@ -108,7 +110,9 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         summary=f"{axes.capitalize()} over a {spec.height}x{spec.width} grid of {spec.dim} channels, {spec.dtype}.",
         configs={axis: _wrapped(", ".join(f"{k} {v}" for k, v in configs[axis].to_dict().items())) for axis in spec.axes},
         figures="\n".join(_wrapped(line, "") for line in provenance.lines()).replace("\\", "/").replace('"', "'"),
-        spec_literal=_literal(dataclasses.asdict(spec)),
+        spec_literal=_literal(spec.to_dict()),
+        parameters_literal=_literal(spec.parameters),
+        variants={name: _literal(value) for name, value in spec.variants.items()},
         arch_literal=_literal(target.arch),
         use=use,
         forms_literal=_literal(FORMS),
@@ -179,7 +183,7 @@ def read_module(path: Path | str) -> Emitted:
                     found[name] = ast.literal_eval(node.value)
         if missing := sorted(wanted - set(found)):
             raise SpecError(f"it has no {', '.join(missing)}")
-        spec = BlockSpec(**{**found["SPEC"], "axes": tuple(found["SPEC"]["axes"])})
+        spec = BlockSpec.from_dict(found["SPEC"])
         configs = {axis: config_from_dict(found["CONFIGS"][axis]) for axis in spec.axes}
         kernels = tuple(_kernel(kernel) for kernel in found["KERNELS"])
         scratch = tuple((name, int(elements)) for name, elements in found["SCRATCH"].items())
@@ -251,7 +255,7 @@ def update_index(directory: Path | str) -> Path:
     entries = [
         {
             "file": emitted.path.name,
-            "spec": dataclasses.asdict(emitted.spec),
+            "spec": emitted.spec.to_dict(),
             "arch": emitted.arch,
             "family": emitted.family,
             "use": emitted.use,
@@ -269,6 +273,20 @@ def update_index(directory: Path | str) -> Path:
     path = Path(directory) / INDEX
     replace_file(path, json.dumps(entries, indent=2) + "\n")
     return path
+
+
+def _anatomy(spec: BlockSpec) -> str:
+    """What stands around the attention of an axis, in words."""
+    norm = {"layer": "LayerNorm", "rms": "RMSNorm", "none": "no normalisation"}[spec.norm]
+    norm += "" if spec.norm_affine else " without parameters"
+    if spec.post_norm:
+        text = f"with {'a residual and ' if spec.residual else ''}{norm} after each axis{'' if spec.residual else ' and no residual'}"
+    else:
+        text = f"with {norm} before and {'a' if spec.residual else 'no'} residual after each axis"
+    more = [f"heads of {spec.head_dim} channels"] if "head_dim" in spec.variants else []
+    more += ["a bias in the QKV product"] if spec.qkv_bias else []
+    more += [] if spec.out_bias else ["none in the output product"]
+    return "; ".join([text, ", ".join(more)] if more else [text])
 
 
 def _kernel(data: Mapping[str, Any]) -> Kernel:

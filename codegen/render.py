@@ -19,8 +19,10 @@ from codegen.staged import StagedPlan
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 
-WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias")
-"""A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight."""
+WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "qkv_bias", "out_weight", "out_bias")
+"""A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight. A block has those of
+its `parameters`."""
+USUAL_WEIGHTS = BlockSpec().parameters
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Kernel:
     shared_bytes: int
     items_per_block: int
     dependent_launch: bool
-    arguments: tuple[str, ...] = ("x", "y", *WEIGHTS)
+    arguments: tuple[str, ...] = ("x", "y", *USUAL_WEIGHTS)
     items: str = "sequences"
     blocks_per_group: int = 1
 
@@ -136,20 +138,21 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
         shared_bytes=plan.shared_bytes,
         items_per_block=plan.config.sequences,
         dependent_launch=plan.config.dependent_launch and follows,
+        arguments=("x", "y", *plan.problem.block.parameters),
     )
 
 
 def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
     used = plan.kernels
-    norm_weight, norm_bias, qkv_weight, out_weight, out_bias = WEIGHTS
     query, key, value, attended = (name for name, _ in plan.scratch)
 
     def kernel(stage: str, items: str, per_block: int, group: int, arguments: tuple[str, ...]) -> Kernel:
         threads, shared = used[stage][:2]
         return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
 
-    qkv = ("x", norm_weight, norm_bias, qkv_weight, query, key, value)
-    out = (attended, "x", "y", out_weight, out_bias)
+    parameters = plan.problem.block.parameters
+    qkv = ("x", *(name for name in parameters if not name.startswith("out")), query, key, value)
+    out = (attended, "x", "y", *(name for name in parameters if name.startswith("out")))
     heads = plan.problem.block.heads
     return [
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
