@@ -149,13 +149,24 @@ def write_module(
     """Writes the module of `source` into `directory` (made if missing), at once and whole, and returns its path.
 
     use: what ModelNew computes with on CUDA, KERNELS or one of PyTorch's FORMS; the kernels are in the file either way.
-    A predicted module has a name of its own and so never replaces a measured one. SpecError when the folder cannot be
+    A predicted module has a name of its own and so never replaces a measured one, and one of an interrupted search takes another
+    name beside one of a whole search. SpecError when the folder cannot be
     written or the text would be no acceptable module; nothing is left behind then.
     """
     text = module_text(source, configs, provenance, target, use)
     path = Path(directory) / module_name(source.spec, target.arch, not provenance.measured)
+    if provenance.partial and _is_whole(path):
+        path = path.with_stem(f"{path.stem}_partial")
     replace_file(path, text)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a module of a whole search stands at `path`."""
+    try:
+        return not read_module(path).provenance.partial
+    except SpecError:
+        return False
 
 
 def read_module(path: Path | str) -> Emitted:
