@@ -18,8 +18,9 @@ from torch import Tensor
 
 from codegen.reference import SCORE_LIMIT, Branch, branch, random_input, random_weights, reference, to_sequences, torch_dtype
 from codegen.spec import BlockSpec
+from tuner.hypotheses import explained
 from tuner.probes import ROUNDING, Diagnosis, Runner, largest
-from tuner.stages import first_disagreement
+from tuner.stages import first_disagreement, probed
 
 TOLERANCE = 1e-5
 WORSE = 2.0  # by how much the error of a 16-bit block may exceed that of PyTorch's form
@@ -46,7 +47,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """One input with its float64 output. carries: whether y is x and the branch, not the branch alone. condition: by how much ill-conditioned numbers
+    """One input with its float64 output. carries: whether y is x and the branch, not the branch alone. condition: by how much
+    ill-conditioned numbers
     (large scores, nearly equal channels) may exceed the tolerance, at least 1. allowed: what the error and the branch's error,
     divided by it, may be; None for the checker's tolerance."""
 
@@ -120,10 +122,13 @@ def diagnose(
 ) -> Diagnosis:
     """Names the stage of the block that disagrees with the reference, or says that none does.
 
-    Probes that involve one stage more each go first, on at most two images; then the whole block is checked as Checker
-    does (batch and quick are Checker's), and what only this shows has the stage UNLOCATED.
+    A variant's run is first compared with what it would be with known faults. Then, where the block has LayerNorm, a residual and heads of
+    dim / heads, probes that involve one stage more each go, on at most two images. At last the whole block is checked as Checker does
+    (batch and quick are Checker's), and what only this shows has the stage UNLOCATED.
     """
-    found = first_disagreement(spec, runner, seed, device)
+    found = explained(spec, runner, seed, device) if set(spec.variants) - {"eps"} else None
+    if found is None and probed(spec):
+        found = first_disagreement(spec, runner, seed, device)
     if found is None:
         whole = Checker(spec, seed, device, batch=batch, quick=quick)(runner)
         found = Diagnosis() if whole.ok else Diagnosis(UNLOCATED, "", whole.cause, max(whole.error, whole.branch_error))
