@@ -148,8 +148,13 @@ class StagedPlan:
         shape["warps_across"] = shape.pop("across")
         return Product(
             math=c.math, sum=_ceil(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page,
-            per_word=4 // self.problem.block.itemsize, **shape,
+            per_word=4 // self.problem.block.itemsize, run=self._run(shape["warp_columns"]) if group == "out" else 2, **shape,
         )  # fmt: skip
+
+    def _run(self, warp_columns: int) -> int:
+        """Channels of y that a lane reads and writes at once: 16 bytes where the column tiles of a warp and the channels divide so."""
+        most = 16 // self.problem.block.itemsize
+        return next((n for n in (8, 4) if n <= most and warp_columns % (n // 2) == 0 and self.dim % n == 0), 2)
 
     def _copy(self, run: int) -> int:
         """Weights of one asynchronous copy, of up to 16 bytes, where `run` of them lie in one piece."""

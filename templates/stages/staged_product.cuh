@@ -25,12 +25,19 @@ __device__ __forceinline__ void store_channels(Element* to, int channel, const f
 // sum, as fragments in the order [tile of the sum][row tile][page]. The weights stream through STAGES buffers by asynchronous copies,
 // across column tiles without a break. A buffer is planes of PLANE neighbouring indices of the sum, the row of each column
 // COLUMN_STRIDE words from the one before, so that neither copies nor operand loads have bank conflicts. Weights are there as they are in
-// memory.
+// memory, but in an order of columns in which a lane accumulates RUN neighbours.
 template <typename P>
 struct TiledProduct {
   using Math = typename P::Math;
   static constexpr int F = P::FRAGMENT, PLANE = 4 * F, WARP_COLUMNS = 8 * P::WARP_COLUMN_TILES;
   static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
+
+  // The column of the result that is accumulated as `column`: a lane has two columns of each column tile, and of RUN / 2 tiles these are
+  // neighbours.
+  static __device__ __forceinline__ int result_column(int column) {
+    constexpr int TILES = P::RUN / 2;
+    return column / (8 * TILES) * (8 * TILES) + column % 8 / 2 * P::RUN + column / 8 % TILES * 2 + column % 2;
+  }
 
   // A tile of the weights into a buffer. P::weight(weight, column, k) is where that column's weights from index k on lie, or null for zeros.
   // Elements whose rows start within a word cannot be copied asynchronously, and are not: the barrier that frees the buffer comes before
@@ -41,7 +48,7 @@ struct TiledProduct {
     for (int turn = 0; turn < ceil_div(COPIES, P::THREADS); ++turn) {
       const int copy = threadIdx.x + turn * P::THREADS, column = copy / ACROSS, k = copy % ACROSS * V;
       if (COPIES % P::THREADS != 0 && copy >= COPIES) break;
-      const int row = column_tile * P::COLUMNS + column, index = sum_tile * P::SUM_TILE + k;
+      const int row = column_tile * P::COLUMNS + result_column(column), index = sum_tile * P::SUM_TILE + k;
       const Element* from = P::weight(weight, row, index);
       float* at = to + k / PLANE * P::PLANE_STRIDE + column * P::COLUMN_STRIDE + k % PLANE / PER_WORD;
       if constexpr (P::COPY < PER_WORD) {
