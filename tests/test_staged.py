@@ -142,7 +142,7 @@ MUTANTS = {
     "k and v are swapped": (r"which == 1\)", "which == 2)", 1.0),
     "the residual is left out": (r"load_channels<C::DIM>\(sums\[half\]\[run\], x", "load_channels<0>(sums[half][run], x", 1.0),
     "the bias is left out": (r"load_channels<C::DIM>\(bias", "load_channels<0>(bias", 1.0),
-    "columns are not where a lane's neighbours are": (r"column % 8 / 2 \* P::RUN", "column % 8 / 2 * 2", 1.0),
+    "columns are not where a lane's neighbours are": (r"column % 8 / 2 \* RUN", "column % 8 / 2 * 2", 1.0),
     "the last row tile is left out": (r"tile >= row_tiles\) break", "tile >= row_tiles - 1) break", 1.0),
     "a head too far": (r"C::HEADS \+ within / STEPS\)", "C::HEADS + (within / STEPS + 1) % C::HEADS)", 1.0),
     "no gain": (r"\* inverse\[half\], gain\[i\], shift", "* inverse[half], 1.0f, shift", 1.0),

@@ -45,7 +45,7 @@ class Loaded:
     """
 
     def __init__(self, source: Source, cubin: bytes) -> None:
-        self.spec, self.kernels, self.scratch = source.spec, source.kernels, source.scratch
+        self.spec, self.kernels, self._buffers = source.spec, source.kernels, source.buffers
         torch.cuda.current_stream()  # torch's context exists and is current in this thread
         torch.empty(1, device="cuda")
         self._module = _check(driver.cuModuleLoadData(cubin), "loading the compiled code")
@@ -79,7 +79,7 @@ class Loaded:
         if not all(t.is_cuda and t.is_contiguous() and t.dtype == dtype for t in tensors):
             raise ValueError(f"x, y and weights must be contiguous {self.spec.dtype} CUDA tensors")
         if scratch is None:
-            scratch = {name: torch.empty(x.shape[0] * elements, device=x.device, dtype=dtype) for name, elements in self.scratch}
+            scratch = {name: torch.empty(n, device=x.device, dtype=dtype) for name, n in self._buffers(x.shape[0]).items()}
         named = {"x": x, "y": y, **weights, **scratch}
         launches = [self._launch(index, named) for index in range(len(self.kernels))] if x.shape[0] else []
 
@@ -115,7 +115,7 @@ class Loaded:
         outside y is found."""
         used = {"x": x, **{name: weights[name] for name in parameter_shapes(self.spec)}}
         shapes = {name: tuple(t.shape) for name, t in used.items()} | {"y": tuple(x.shape)}
-        shapes |= {name: (x.shape[0] * elements,) for name, elements in self.scratch}
+        shapes |= {name: (elements,) for name, elements in self._buffers(x.shape[0]).items()}
         sizes = {name: -(-math.prod(shape) // _GUARD) * _GUARD + _GUARD for name, shape in shapes.items()}
         arena = torch.full((_GUARD + sum(sizes.values()),), float("nan"), device="cuda", dtype=torch_dtype(self.spec))
         offset, views = _GUARD, {}
@@ -125,7 +125,7 @@ class Loaded:
         for name, tensor in used.items():
             views[name].copy_(tensor)
         before, y = arena.clone(), views["y"]
-        scratch = {name: views[name] for name, _ in self.scratch}
+        scratch = {name: views[name] for name in self._buffers(x.shape[0])}
         self.bind(views["x"], views, y, scratch)()
         torch.cuda.synchronize()
         result = y.clone()

@@ -1,6 +1,4 @@
-// Kernel 3: output product, bias and residual, written to the grid by stride. An element of y is written by the thread that has read
-// it as residual, so that x may be y. Because of that the compiler keeps loads of x behind earlier stores to y: all residuals of a row
-// tile are read before the first store, so that they wait for memory together.
+// Kernel 3: output product, bias and residual, written to the grid by stride.
 template <typename C>
 __device__ __forceinline__ void output(const float* attended, const Element* x, Element* y, const Element* __restrict__ out_weight,
                                        const Element* __restrict__ out_bias, int row_tiles, float* shared) {
@@ -21,32 +19,8 @@ __device__ __forceinline__ void output(const float* attended, const Element* x, 
       },
       []() {},
       [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
-        constexpr int RUN = P::RUN, RUNS = 8 * P::WARP_COLUMN_TILES / (4 * RUN);  // of a lane
-        float bias[RUNS][RUN] = {};
 #pragma unroll
-        for (int run = 0; run < RUNS; ++run) load_channels<C::DIM>(bias[run], out_bias, column + RUN * (4 * run + lane % 4));
-#pragma unroll
-        for (int i = 0; i < P::WARP_ROW_TILES; ++i) {
-          const int tile = first_tile + row_tile + i, sequence = tile / C::TILES;
-          float sums[2][RUNS][RUN] = {};
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
-            if (tile >= row_tiles || token >= C::LENGTH) continue;
-#pragma unroll
-            for (int run = 0; run < RUNS; ++run) load_channels<C::DIM>(sums[half][run], x + C::offset(sequence, token), column + RUN * (4 * run + lane % 4));
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
-            if (tile >= row_tiles || token >= C::LENGTH) continue;
-#pragma unroll
-            for (int run = 0; run < RUNS; ++run) {
-#pragma unroll
-              for (int c = 0; c < RUN; ++c) sums[half][run][c] += acc[i][run * (RUN / 2) + c / 2][2 * half + c % 2] + bias[run][c];
-              store_channels<C::DIM>(y + C::offset(sequence, token), column + RUN * (4 * run + lane % 4), sums[half][run]);
-            }
-          }
-        }
+        for (int i = 0; i < P::WARP_ROW_TILES; ++i)
+          add_residual<C, P::WARP_COLUMN_TILES>(x, y, out_bias, first_tile + row_tile + i, row_tiles, column, lane, acc[i]);
       });
 }

@@ -1,25 +1,3 @@
-// Elements of tensors are read and written here and by copy_async alone.
-// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
-template <int DIM, int N>
-__device__ __forceinline__ void load_channels(float (&to)[N], const Element* from, int channel) {
-  if constexpr (DIM % N == 0) {
-    if (channel < DIM) load(to, from + channel);
-  } else {
-    load_some<false>(to, from + channel, true, channel, DIM);
-  }
-}
-
-template <int DIM, int N>
-__device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
-  if constexpr (DIM % N == 0) {
-    if (channel < DIM) store(to + channel, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (channel + i < DIM) put(to + channel + i, values[i]);
-  }
-}
-
 // A tiled product of rows with weights. P states it: a block has ROW_TILES * 16 rows and turns over column tiles of COLUMNS, of which the
 // PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE. Operand A stays in shared memory for all of the
 // sum, as fragments in the order [tile of the sum][row tile][page]. The weights stream through STAGES buffers by asynchronous copies,
@@ -32,13 +10,6 @@ struct TiledProduct {
   static constexpr int F = P::FRAGMENT, PLANE = 4 * F, WARP_COLUMNS = 8 * P::WARP_COLUMN_TILES;
   static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
 
-  // The column of the result that is accumulated as `column`: a lane has two columns of each column tile, and of RUN / 2 tiles these are
-  // neighbours.
-  static __device__ __forceinline__ int result_column(int column) {
-    constexpr int TILES = P::RUN / 2;
-    return column / (8 * TILES) * (8 * TILES) + column % 8 / 2 * P::RUN + column / 8 % TILES * 2 + column % 2;
-  }
-
   // A tile of the weights into a buffer. P::weight(weight, column, k) is where that column's weights from index k on lie, or null for zeros.
   // Elements whose rows start within a word cannot be copied asynchronously, and are not: the barrier that frees the buffer comes before
   // them, and another before its operands are read.
@@ -48,7 +19,7 @@ struct TiledProduct {
     for (int turn = 0; turn < ceil_div(COPIES, P::THREADS); ++turn) {
       const int copy = threadIdx.x + turn * P::THREADS, column = copy / ACROSS, k = copy % ACROSS * V;
       if (COPIES % P::THREADS != 0 && copy >= COPIES) break;
-      const int row = column_tile * P::COLUMNS + result_column(column), index = sum_tile * P::SUM_TILE + k;
+      const int row = column_tile * P::COLUMNS + result_column<P::RUN>(column), index = sum_tile * P::SUM_TILE + k;
       const Element* from = P::weight(weight, row, index);
       float* at = to + k / PLANE * P::PLANE_STRIDE + column * P::COLUMN_STRIDE + k % PLANE / PER_WORD;
       if constexpr (P::COPY < PER_WORD) {

@@ -230,6 +230,7 @@ void run_block(const Arguments& wanted) {
         std::memset(known[t], 0, sizeof known[t]);
         waited[t] = false;
         forget_copies(t);
+        forget_products(t);
         set_ready(t);
     }
     const int warp = pick(ready_warps);
