@@ -10,9 +10,7 @@ __device__ __forceinline__ void add_residual(const Element* x, Element* y, const
 #pragma unroll
   for (int first = 0; first < TILES; first += TOGETHER) {
     const int channel = column + 8 * first + RUN * (lane % 4);
-    float bias[RUNS][RUN] = {}, sums[2][RUNS][RUN] = {};
-#pragma unroll
-    for (int run = 0; run < RUNS; ++run) load_channels<C::DIM>(bias[run], out_bias, channel + 4 * RUN * run);
+    float sums[2][RUNS][RUN] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
@@ -21,13 +19,15 @@ __device__ __forceinline__ void add_residual(const Element* x, Element* y, const
       for (int run = 0; run < RUNS; ++run) load_channels<C::DIM>(sums[half][run], x + C::offset(sequence, token), channel + 4 * RUN * run);
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
-      if (tile >= row_tiles || token >= C::LENGTH) continue;
+    for (int run = 0; run < RUNS; ++run) {
+      float bias[RUN] = {};
+      load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
 #pragma unroll
-      for (int run = 0; run < RUNS; ++run) {
+      for (int half = 0; half < 2; ++half) {
+        const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+        if (tile >= row_tiles || token >= C::LENGTH) continue;
 #pragma unroll
-        for (int c = 0; c < RUN; ++c) sums[half][run][c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + bias[run][c];
+        for (int c = 0; c < RUN; ++c) sums[half][run][c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + bias[c];
         store_channels<C::DIM>(y + C::offset(sequence, token), channel + 4 * RUN * run, sums[half][run]);
       }
     }

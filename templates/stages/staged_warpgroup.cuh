@@ -53,7 +53,7 @@ struct WarpgroupProduct {
     int step = 0;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
-      float acc[TILES][4] = {}, rest[OPERANDS == 2 ? TILES : 1][4] = {};
+      float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
         const int stage = step % P::STAGES;

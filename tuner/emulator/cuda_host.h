@@ -78,7 +78,7 @@ void commit_products(int line);
 void wait_for_products(int groups, int line);
 void init_barrier(const void* barrier);
 void start_bulk_copy(float* to, const float* from, int bytes, const void* barrier);
-void wait_for_bulk_copy(const void* barrier, int parity);
+void wait_for_bulk_copy(const void* barrier, int parity, int line);
 void fence_async_proxy();
 unsigned shared_offset(const void* address);
 [[noreturn]] void trap(int line);
@@ -201,7 +201,9 @@ inline void fence_async_proxy() { ::emulator::fence_async_proxy(); }
 inline void init_barrier(float* barrier) { ::emulator::init_barrier(barrier); }
 inline void publish_barriers() {}
 __forceinline__ void start_bulk_copy(float* to, const float* from, int bytes, float* barrier) { ::emulator::start_bulk_copy(to, from, bytes, barrier); }
-__forceinline__ void wait_for_bulk_copy(float* barrier, int parity) { ::emulator::wait_for_bulk_copy(barrier, parity); }
+__forceinline__ void wait_for_bulk_copy(float* barrier, int parity, int line = __builtin_LINE()) {
+    ::emulator::wait_for_bulk_copy(barrier, parity, line);
+}
 inline void wait_for_previous_kernel() { ::emulator::wait_previous(); }
 inline void allow_next_kernel() {}
 

@@ -55,7 +55,7 @@ std::uint32_t short_pc(const void* pc) { return std::uint32_t(reinterpret_cast<A
 
 // Whether an access of this epoch, by `thread` at its time `clock`, is unordered with the thread that runs.
 bool concurrent(int thread, std::uint32_t clock) {
-    if (thread == here.thread) return false;
+    if (thread == here.thread || thread == none) return false;
     if (thread / lanes != here.thread / lanes) return true;
     return known[here.thread][thread % lanes] < clock;
 }
@@ -176,6 +176,10 @@ template <bool write, bool by_async = false> inline void check(const void* point
 void fence_async_proxy() { fences[here.thread] = std::uint16_t((fences[here.thread] + 1) % async); }
 
 void read_by_async_proxy(const void* address, int bytes, const void* pc) { check<false, true>(address, std::size_t(bytes), pc); }
+void order_async_writes(const void* address, int bytes) {
+    const std::size_t first = (reinterpret_cast<Address>(address) - reinterpret_cast<Address>(shared)) / 4;
+    for (std::size_t word = first; word < first + std::size_t(bytes) / 4; ++word) shared_shadow[word].write_thread = none;
+}
 void write_by_async_proxy(const void* address, int bytes, const void* pc) { check<true, true>(address, std::size_t(bytes), pc); }
 
 void add_region(std::size_t elements, std::size_t size, bool writable) {

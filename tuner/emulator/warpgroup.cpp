@@ -3,7 +3,8 @@
 //
 // A product happens when its thread waits for it, each thread computing its own part of the result. Until then the accumulators hold
 // NaN, so that a missing wait gives a wrong result; operands are read at that time, so that a buffer that is written too early gives one
-// too, or a race. A copy's target holds NaN until someone waits for it.
+// too, or a race. Their start counts as a read as well, so that a missing barrier before it is a race. A copy's target holds NaN until
+// someone waits for it; from then on its writes are ordered before all that follows.
 #include <cstring>
 #include <vector>
 
@@ -48,8 +49,10 @@ struct Barrier {
     unsigned phases = 0;  // completed
     bool busy = false;
     Copy copy{};
+    std::vector<int> waiting;  // threads for which no copy was under way
 };
-std::vector<Barrier> barriers;
+std::vector<Barrier> barriers;  // of the block; reserved, so that they stay where they are
+constexpr std::size_t most_barriers = 64;
 
 [[noreturn]] void refuse(const char* text, const void* pc) { report("protocol", pc, nullptr, text); }
 
@@ -90,17 +93,33 @@ void fetch(const Matrix& matrix, int row, bool bf16, bool check, const void* pc,
     }
 }
 
+int lane() { return here.thread % lanes; }
+int own_row() { return here.thread / lanes % 4 * 16 + lane() / 4; }  // of 64, and the eighth after it
+bool checks(int tile) { return tile % 8 == lane() / 4; }             // the lanes divide the checks of operand B
+
+// The reads of a product that starts.
+void touch(const Product& p) {
+    const Matrix a(p.a, p.pc), b(p.b, p.pc);
+    const auto read = [&p](const Matrix& matrix, int row) {
+        for (int half = 0; half < 2; ++half) read_by_async_proxy(reinterpret_cast<const char*>(shared) + matrix.chunk(row, half), 16, p.pc);
+    };
+    read(a, own_row());
+    read(a, own_row() + 8);
+    for (int j = 0; j < p.tiles; ++j)
+        for (int c = 0; c < 2; ++c)
+            if (checks(j)) read(b, 8 * j + 2 * (lane() % 4) + c);
+}
+
 // The thread's part of a product of 64 rows, 8 * tiles columns and 16 indices: the accumulators of wgmma.m64nNk16 are those of
 // mma.m16n8k16 tiles side by side, 16 rows a warp.
 void multiply(const Product& p, float* sums) {
     const Matrix a(p.a, p.pc), b(p.b, p.pc);
-    const int lane = here.thread % lanes, g = lane / 4, t = lane % 4, row = here.thread / lanes % 4 * 16 + g;
     float upper[16], lower[16], column[16];
-    fetch(a, row, p.bf16, true, p.pc, upper);
-    fetch(a, row + 8, p.bf16, true, p.pc, lower);
+    fetch(a, own_row(), p.bf16, true, p.pc, upper);
+    fetch(a, own_row() + 8, p.bf16, true, p.pc, lower);
     for (int j = 0; j < p.tiles; ++j)
         for (int c = 0; c < 2; ++c) {
-            fetch(b, 8 * j + 2 * t + c, p.bf16, j % 8 == g, p.pc, column);  // the lanes divide the checks of operand B
+            fetch(b, 8 * j + 2 * (lane() % 4) + c, p.bf16, checks(j), p.pc, column);
             float& first = sums[4 * j + c];
             float& second = sums[4 * j + 2 + c];
             if (!p.accumulate) first = second = 0.0f;
@@ -122,6 +141,7 @@ Barrier& barrier_at(const void* at, const void* pc) {
 
 void complete(Barrier& barrier) {
     std::memcpy(barrier.copy.to, barrier.copy.from, std::size_t(barrier.copy.bytes));
+    order_async_writes(barrier.copy.to, barrier.copy.bytes);
     barrier.busy = false;
     ++barrier.phases;
 }
@@ -130,7 +150,7 @@ void complete(Barrier& barrier) {
 
 void forget_products(int thread) {
     products[thread] = {};
-    if (thread == 0) barriers.clear();
+    if (thread == 0) barriers.clear(), barriers.reserve(most_barriers);
 }
 
 void fence_registers(int line) {
@@ -148,6 +168,7 @@ void start_product(float* sums, int tiles, std::uint64_t a, std::uint64_t b, boo
         for (int i = 0; i < 4 * tiles; ++i) sums[i] = nan();
     }
     own.started.push_back({sums, tiles, a, b, accumulate, bf16, own.group, pc});
+    touch(own.started.back());
 }
 
 void commit_products(int line) {
@@ -180,6 +201,7 @@ void wait_for_products(int groups, int line) {
 void init_barrier(const void* at) {
     for (Barrier& barrier : barriers)
         if (barrier.at == at) refuse("initialises a barrier twice", __builtin_return_address(0));
+    if (barriers.size() == most_barriers) refuse("initialises more barriers than the emulator has", __builtin_return_address(0));
     barriers.push_back({at});
 }
 
@@ -194,14 +216,20 @@ void start_bulk_copy(float* to, const float* from, int bytes, const void* at) {
     for (int i = 0; i < bytes / 4; ++i) to[i] = nan();
     barrier.busy = true;
     barrier.copy = {reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes};
+    for (const int thread : barrier.waiting) resume(thread);
+    barrier.waiting.clear();
 }
 
-void wait_for_bulk_copy(const void* at, int parity) {
-    const void* pc = __builtin_return_address(0);
-    Barrier& barrier = barrier_at(at, pc);
-    if ((barrier.phases & 1) != unsigned(parity)) return;
-    if (!barrier.busy) refuse("waits for a copy that no thread has started before a barrier of the block", pc);
-    complete(barrier);
+void wait_for_bulk_copy(const void* at, int parity, int line) {
+    Barrier& barrier = barrier_at(at, __builtin_return_address(0));
+    while ((barrier.phases & 1) == unsigned(parity)) {
+        if (barrier.busy) {
+            complete(barrier);
+        } else {
+            barrier.waiting.push_back(here.thread);
+            pause("wait_for_bulk_copy", line);
+        }
+    }
 }
 
 unsigned shared_offset(const void* address) { return unsigned(static_cast<const char*>(address) - reinterpret_cast<const char*>(shared)); }
