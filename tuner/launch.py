@@ -68,8 +68,9 @@ class Loaded:
             driver.cuModuleUnload(self._module)
             self._module = None
 
-    def bind(self, x: Tensor, weights: Mapping[str, Tensor], y: Tensor, scratch: Mapping[str, Tensor] | None = None) -> Callable[[], None]:
-        """A forward that reads x and writes y, on whatever stream is torch's current when it is called.
+    def bind(self, x: Tensor, weights: Mapping[str, Tensor], y: Tensor, scratch: Mapping[str, Tensor] | None = None) -> Callable[..., None]:
+        """A forward that reads x and writes y, on whatever stream is torch's current when it is called; forward(i) launches the i-th
+        of its kernels alone.
 
         All of the block's element type, contiguous, on the GPU: x and y (batch, height, width, dim), weights by the block's
         parameter names, scratch buffers by theirs (allocated here if None).
@@ -83,9 +84,9 @@ class Loaded:
         named = {"x": x, "y": y, **weights, **scratch}
         launches = [self._launch(index, named) for index in range(len(self.kernels))] if x.shape[0] else []
 
-        def forward() -> None:
+        def forward(only: int | None = None) -> None:
             stream = torch.cuda.current_stream().cuda_stream
-            for config, function, parameters, name, _ in launches:
+            for config, function, parameters, name, _ in launches if only is None else launches[only : only + 1]:
                 config.hStream = stream
                 _check(driver.cuLaunchKernelEx(config, function, parameters, 0), f"launching {name}")
 
