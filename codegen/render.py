@@ -22,8 +22,10 @@ TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 PACK_THREADS = 128
 
-WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias")
-"""A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight."""
+WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "qkv_bias", "out_weight", "out_bias")
+"""A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight. A block has those of
+its `parameters`."""
+USUAL_WEIGHTS = BlockSpec().parameters
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Kernel:
     shared_bytes: int
     items_per_block: int
     dependent_launch: bool
-    arguments: tuple[str, ...] = ("x", "y", *WEIGHTS)
+    arguments: tuple[str, ...] = ("x", "y", *USUAL_WEIGHTS)
     items: str = "sequences"
     blocks_per_group: int = 1
     fixed: int = 0
@@ -154,28 +156,27 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
         shared_bytes=plan.shared_bytes,
         items_per_block=plan.config.sequences,
         dependent_launch=plan.config.dependent_launch and follows,
+        arguments=("x", "y", *plan.problem.block.parameters),
     )
 
 
 def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
     used = plan.kernels
-    norm_weight, norm_bias, qkv_weight, out_weight, out_bias = WEIGHTS
     query, key, value, attended = (name for name, _ in plan.scratch)
 
     def kernel(stage: str, items: str, per_block: int, group: int, arguments: tuple[str, ...]) -> Kernel:
         threads, shared = used[stage][:2]
         return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
 
-    weights = {"qkv": qkv_weight, "out": out_weight}
-    read = weights | {name: f"packed_{name}" for name in plan.packed}  # by the products
-    qkv = ("x", norm_weight, norm_bias, read["qkv"], query, key, value)
-    out = (attended, "x", "y", read["out"], out_bias)
+    read = {f"{name}_weight": f"packed_{name}" for name in plan.packed}  # by the products, instead of the weights
+    parameters = plan.problem.block.parameters
+    qkv = ("x", *(read.get(name, name) for name in parameters if not name.startswith("out")), query, key, value)
+    out = (attended, "x", "y", *(read.get(name, name) for name in parameters if name.startswith("out")))
     heads = plan.problem.block.heads
     pack = []
     if plan.packed:
-        arguments = (*(weights[name] for name in plan.packed), *(read[name] for name in plan.packed))
         chunks = sum(product.chunks for product in plan.packed.values())
-        pack = [Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, arguments, "chunks", fixed=chunks)]
+        pack = [Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, (*read, *read.values()), "chunks", fixed=chunks)]
     return [
         *pack,
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),

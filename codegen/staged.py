@@ -26,7 +26,7 @@ from codegen import sequence
 from codegen.config import Config, tunable
 from codegen.layout import Access, padded_stride
 from codegen.sequence import HALF_PARTS, RESERVED_SHARED, norm_store
-from codegen.spec import AxisProblem
+from codegen.spec import AxisProblem, refusal
 from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import COLUMN_TILES, SUM_TILE, WARPS, WarpgroupProduct
@@ -283,7 +283,9 @@ class StagedPlan:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
         c = self.config
         dtype = self.problem.block.dtype
-        rules = [(c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}")]
+        refused = refusal(self.problem.block)
+        rules = [(not refused, refused)]
+        rules += [(c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}")]
         for name, (threads, shared, blocks, registers) in self.kernels.items():
             most = min(target.registers_per_thread, target.registers_per_sm // (threads * blocks))
             rules += [

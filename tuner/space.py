@@ -20,7 +20,7 @@ from typing import Any
 from codegen.config import Config, Value
 from codegen.families import FAMILIES, plan_of
 from codegen.sequence import DTYPE_MATHS, SequenceConfig, SequencePlan
-from codegen.spec import AxisProblem, BlockSpec, SpecError
+from codegen.spec import AxisProblem, BlockSpec, SpecError, refusal
 from codegen.target import Target
 
 FP32_TOLERANCE = 1e-5
@@ -202,7 +202,8 @@ def config_values(config: Config) -> dict[str, Value]:
 
 def _identity(problem: AxisProblem) -> list[Any]:
     block = problem.block
-    return [block.dim, block.heads, block.height, block.width, block.batch, block.dtype, block.eps, problem.axis]
+    usual = [block.dim, block.heads, block.height, block.width, block.batch, block.dtype, block.eps, problem.axis]
+    return [*usual, block.variants] if block.variants else usual
 
 
 def family_spaces(
@@ -245,6 +246,8 @@ def space(
 
     Raises SpecError when nothing is legal, with the objections to the most frugal configuration.
     """
+    if refused := refusal(problem.block):
+        raise SpecError(refused)
     kind = FAMILIES[family]
     values = dict(kind.config.tunables())
     dtype = problem.block.dtype
