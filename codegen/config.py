@@ -16,9 +16,10 @@ from codegen.spec import SpecError
 Value = int | str | bool
 
 
-def tunable(default: Value, values: tuple[Value, ...], help: str) -> Any:
-    """A dataclass field with the values a search may choose from and one line of help."""
-    return dataclasses.field(default=default, metadata={"values": values, "help": help})
+def tunable(default: Value, values: tuple[Value, ...], help: str, added: bool = False) -> Any:
+    """A dataclass field with the values a search may choose from and one line of help. added: it is younger than configurations on disk, in
+    which its absence means the default."""
+    return dataclasses.field(default=default, metadata={"values": values, "help": help, "added": added})
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Config:
         unknown or missing names or values outside the space."""
         names = set(cls.tunables())
         given = set(data) - {"family"}
-        if given != names:
-            odd = ", ".join(sorted(given ^ names))
+        added = {f.name for f in dataclasses.fields(cls) if f.metadata["added"]}
+        if odd := ", ".join(sorted((given ^ names) - (added - given))):
             raise SpecError(f"not a {cls.family} configuration: unknown or missing {odd}")
         if data.get("family", cls.family) != cls.family:
             raise SpecError(f"not a {cls.family} configuration: family {data['family']!r}")
-        return cls(**{name: data[name] for name in names})
+        return cls(**{name: data[name] for name in names & given})

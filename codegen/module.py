@@ -91,11 +91,12 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         spec=spec,
         kernels=source.kernels,
         scratch=source.scratch,
+        packed=source.packed,
         calls=[_call(kernel, spec) for kernel in source.kernels],
         parameters=[f"{axis}_{part}" for axis in spec.axes for part in spec.parameters],
         sizes={part: (*parameter_shapes(spec)[f"{spec.axes[0]}_{part.replace('_', '.')}"], 0)[:2] for part in spec.parameters},
         terms=term_shapes(spec, 0),
-        most=max(max(kernel.count(spec, 1), kernel.blocks(spec, 1)) for kernel in source.kernels),
+        most=max(max(kernel.count(spec, 1), kernel.blocks(spec, 1)) for kernel in source.kernels if not kernel.fixed),
     )
     for name, text in (("CUDA source", source.text), ("launch code", launch)):
         if "'''" in text or text.endswith("\\"):
@@ -121,12 +122,13 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         use=use,
         forms_literal=_literal(FORMS),
         configs_literal=_literal({axis: configs[axis].to_dict() for axis in spec.axes}),
-        kernels_literal=_literal([dataclasses.asdict(kernel) for kernel in source.kernels]),
+        kernels_literal=_literal([_stated(kernel) for kernel in source.kernels]),
         scratch_literal=_literal(dict(source.scratch)),
+        packed_literal=_literal(dict(source.packed)) if source.packed else None,
         provenance_literal=_literal({**dataclasses.asdict(provenance), "versions": dict(provenance.versions)}),
         cuda=source.text if source.text.endswith("\n") else source.text + "\n",
         launch=launch,
-        number=target.number,
+        code=source.arch(target).removeprefix("sm_"),
         capability=repr(divmod(target.number, 10)),
     )
     if wrong := violations(text):
@@ -183,24 +185,24 @@ def read_module(path: Path | str) -> Emitted:
     try:
         for node in tree.body:
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                if (name := node.targets[0].id) in wanted:
+                if (name := node.targets[0].id) in wanted | {"PACKED"}:
                     found[name] = ast.literal_eval(node.value)
         if missing := sorted(wanted - set(found)):
             raise SpecError(f"it has no {', '.join(missing)}")
         spec = BlockSpec.from_dict(found["SPEC"])
         configs = {axis: config_from_dict(found["CONFIGS"][axis]) for axis in spec.axes}
         kernels = tuple(_kernel(kernel) for kernel in found["KERNELS"])
-        scratch = tuple((name, int(elements)) for name, elements in found["SCRATCH"].items())
+        scratch, packed = (tuple((name, int(elements)) for name, elements in found.get(key, {}).items()) for key in ("SCRATCH", "PACKED"))
         if tuple(dict.fromkeys(kernel.axis for kernel in kernels)) != spec.axes:
             raise SpecError(f"its kernels are not those of the axes {list(spec.axes)}")
         for kernel in kernels:
-            if unknown := set(kernel.arguments) - {"x", "y", *WEIGHTS, *TERMS, *dict(scratch)}:
+            if unknown := set(kernel.arguments) - {"x", "y", *WEIGHTS, *TERMS, *dict(scratch), *dict(packed)}:
                 raise SpecError(f"kernel {kernel.name}: {unknown.pop()!r} is no argument")
         if not isinstance(found["CUDA_SOURCE"], str):
             raise SpecError("its CUDA_SOURCE is no text")
         if found["USE"] not in (KERNELS, *FORMS):
             raise SpecError(f"its USE is {found['USE']!r}")
-        source = Source(spec, found["CUDA_SOURCE"].removeprefix("\n"), kernels, scratch)
+        source = Source(spec, found["CUDA_SOURCE"].removeprefix("\n"), kernels, scratch, packed)
         return Emitted(path, spec, target(found["ARCH"]).arch, configs, source, Provenance(**found["PROVENANCE"]), found["USE"])
     except (AttributeError, KeyError, TypeError, ValueError, MemoryError, RecursionError) as error:
         raise SpecError(f"{path} is not an emitted module: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
@@ -280,6 +282,11 @@ def update_index(directory: Path | str) -> Path:
     path = Path(directory) / INDEX
     replace_file(path, json.dumps(entries, indent=2) + "\n")
     return path
+
+
+def _stated(kernel: Kernel) -> dict[str, Any]:
+    """A kernel's fields as a module states them: the number of its items only where that is fixed."""
+    return {name: value for name, value in dataclasses.asdict(kernel).items() if name != "fixed" or value}
 
 
 def _anatomy(spec: BlockSpec) -> str:

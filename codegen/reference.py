@@ -8,7 +8,6 @@ logit bias take these as further inputs, and their logits are those of codegen/t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,17 +94,17 @@ def normalise(spec: BlockSpec, axis: str, tokens: Tensor, weights: Mapping[str, 
     return F.rms_norm(tokens, (spec.dim,), weight, spec.eps) if spec.norm == "rms" else tokens
 
 
-def branch(spec: BlockSpec, axis: str, sequences: Tensor, weights: Mapping[str, Tensor], allowed: Tensor | None = None) -> Branch:
+def branch(spec: BlockSpec, axis: str, sequences: Tensor, weights: Mapping[str, Tensor]) -> Branch:
     """The stages of `axis` for `sequences` (any number, L, dim), in the dtype of its arguments; all scores are held.
 
-    weights: also the bias of the axis, where the block has one; allowed: which keys are not masked, (sequences, L).
+    weights: also the bias of the axis where the block has one, and its keys that are not masked (see terms.with_keys).
     """
     normed = sequences if spec.post_norm else normalise(spec, axis, sequences, weights)
     number, length, _ = sequences.shape
     packed = F.linear(normed, weights[f"{axis}_qkv.weight"], weights.get(f"{axis}_qkv.bias"))
     packed = packed.view(number, length, 3, spec.heads, spec.head_dim)
     q, k, v = (part.transpose(1, 2) for part in packed.unbind(2))
-    bias = weights.get(f"{axis}_bias")
+    allowed, bias = weights.get(f"{axis}_keys"), weights.get(f"{axis}_bias")
     scores = terms.logits((q @ k.transpose(-1, -2)) / math.sqrt(spec.head_dim), allowed, bias)
     probabilities = torch.softmax(scores, dim=-1) if allowed is None and bias is None else terms.softmax(scores)
     weighted = (probabilities @ v).transpose(1, 2).reshape(number, length, spec.inner)
@@ -113,9 +112,9 @@ def branch(spec: BlockSpec, axis: str, sequences: Tensor, weights: Mapping[str, 
     return Branch(normed, q, k, v, scores, probabilities, weighted, output)
 
 
-def result(spec: BlockSpec, axis: str, sequences: Tensor, weights: Mapping[str, Tensor], allowed: Tensor | None = None) -> Tensor:
+def result(spec: BlockSpec, axis: str, sequences: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """What `axis` makes of `sequences` (any number, L, dim): the branch, with residual and norm behind it where the block has them."""
-    output = branch(spec, axis, sequences, weights, allowed).output
+    output = branch(spec, axis, sequences, weights).output
     if spec.residual:
         output = sequences + output
     return normalise(spec, axis, output, weights) if spec.post_norm else output
@@ -149,9 +148,11 @@ def reference(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], dtype: 
     for axis in spec.axes:
         sequences = to_sequences(axis, grid)
         step = max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))
-        masks = terms.lines_of(axis, weights["key_mask"].to(x.device)).split(step) if spec.key_mask else itertools.repeat(None)
-        split = zip(sequences.split(step), masks, strict=False)
-        parts = [result(spec, axis, part, cast, allowed) for part, allowed in split] if sequences.numel() else [sequences]
+        split = sequences.split(step)
+        each = [cast] * len(split)
+        if spec.key_mask:
+            each = [{**cast, f"{axis}_keys": keys} for keys in terms.lines_of(axis, weights["key_mask"].to(x.device)).split(step)]
+        parts = [result(spec, axis, *part) for part in zip(split, each, strict=True)] if sequences.numel() else [sequences]
         grid = to_grid(axis, torch.cat(parts), x.shape)
     return grid
 

@@ -78,6 +78,12 @@ def lines_of(axis: str, mask: Tensor) -> Tensor:
     return along.reshape(-1, along.shape[2])
 
 
+def mask_of(axis: str, lines: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of lines_of, for a mask of `shape`."""
+    batch, height, width = shape
+    return lines.reshape(shape) if axis == "row" else lines.reshape(batch, width, height).transpose(1, 2).contiguous()
+
+
 def logits(scores: Tensor, allowed: Tensor | None, bias: Tensor | None) -> Tensor:
     """Scaled scores (sequences, heads, L, L) with their bias (heads, L, L), and minus infinity where `allowed` (sequences, L) is False."""
     if bias is not None:
@@ -108,6 +114,11 @@ def split_terms(spec: BlockSpec, weights: Mapping[str, Tensor]) -> tuple[dict[st
     """(the parameters, the terms in forward's order) of a mapping that holds both."""
     names = term_shapes(spec, 0)
     return {name: tensor for name, tensor in weights.items() if name not in names}, [weights[name] for name in names]
+
+
+def with_keys(axis: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with the mask's part of an axis, row_keys or col_keys (sequences, L), as reference.branch takes them."""
+    return {**weights, f"{axis}_keys": lines_of(axis, weights["key_mask"])} if "key_mask" in weights else dict(weights)
 
 
 def terms_of(axis: str, terms: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from codegen.reference import reference, to_sequences
+from codegen.reference import parameter_shapes, reference, to_sequences
 from codegen.spec import BlockSpec
 from codegen.terms import term_shapes
 
@@ -223,11 +223,10 @@ class Bench:
 
     def quiet(self, axis: str) -> dict[str, Tensor]:
         """Weights with which `axis` adds nothing, even where LayerNorm or softmax are wrong."""
-        d = self.spec.dim
-        sizes: dict[str, tuple[int, ...]] = {"gain": (d,), "beta": (d,), "qkv": (3 * d, d), "out": (d, d), "bias": (d,)}
-        weights = {name_of(axis, part): torch.zeros(size, device=self.device) for part, size in sizes.items()}
-        weights[name_of(axis, "gain")] += 1.0
-        return weights | quiet_terms(replace(self.spec, axes=(axis,)), self.shape[0], self.device)
+        one = replace(self.spec, axes=(axis,))
+        shapes, gain = parameter_shapes(one), name_of(axis, "gain")
+        weights = {name: (torch.ones if name == gain else torch.zeros)(shape, device=self.device) for name, shape in shapes.items()}
+        return weights | quiet_terms(one, self.shape[0], self.device)
 
     def run(self, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         """y - x in float64, with quiet weights where none are given."""
@@ -255,11 +254,11 @@ class Bench:
         logit_bias: Tensor | None = None,
     ) -> Probe:
         """Runs the block with these weights for `axis` (a gain of 1 and zeros where none are given), these terms of its logits (no key
-        masked and zeros) and all other axes quiet."""
+        masked and zeros) and all other axes quiet. What the block does not have is left out."""
         weights = self.quiet(axis)
         given = {"gain": gain, "beta": beta, "out": out, "bias": bias, "key_mask": key_mask, "logit_bias": logit_bias}
         for part, value in given.items():
-            if value is not None:
+            if value is not None and name_of(axis, part) in weights:
                 weights[name_of(axis, part)] = value
         for index, value in enumerate((q, k, v)):
             if value is not None:

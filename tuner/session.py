@@ -169,7 +169,8 @@ def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
         family = str(fixed.get("family") or _family_of(tunables) or next(iter(families)))
         # A family that is not among them has nothing legal: `space` says why.
         here = families.get(family) or space(problem, to, family=family, tolerance=tolerance)
-        asked: Config = replace(here.start, **tunables)
+        near = max(here.starts(), key=lambda start: sum(getattr(start, name) == value for name, value in tunables.items()))
+        asked: Config = replace(near, **tunables)
         if isinstance(asked, SequenceConfig) and "prefetch" not in fixed and asked.weights == "stream":
             asked = replace(asked, prefetch="none")
         reasons = plan_of(problem, asked).reasons(to)

@@ -12,24 +12,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from codegen.reference import to_grid
-from codegen.terms import lines_of, masked_lines
+from codegen.terms import lines_of, mask_of, masked_lines
 from tuner.probes import Bench, Diagnosis, Probe, name_of
 
-# Fault of the key mask -> what the block adds then, for a probe whose scores are all zero and whose products are identities.
-MASK_FAULTS: dict[str, Callable[[Probe], Tensor]] = {
-    "key mask ignored": lambda p: p.would_add(key_mask=torch.ones_like(_mask(p))),
-    "key mask inverted: what it allows is masked": lambda p: p.would_add(key_mask=~_mask(p)),
-    "key mask off by one token (the one before)": lambda p: p.would_add(key_mask=_mask(p).roll(1, _along(p))),
-    "key mask off by one token (the one behind)": lambda p: p.would_add(key_mask=_mask(p).roll(-1, _along(p))),
-    "key mask read along the other axis": lambda p: p.would_add(key_mask=_read_across(_mask(p))),
-    "key mask of the first image used for all": lambda p: p.would_add(key_mask=_mask(p)[:1].expand_as(_mask(p))),
-    "key mask applied to the queries, not the keys": lambda p: (
-        p.would_add(key_mask=torch.ones_like(_mask(p))) * to_grid(p.axis, lines_of(p.axis, _mask(p))[..., None], p.x.shape[:3] + (1,))
-    ),
-    "a query whose keys are all masked attends to all of them, not to none": lambda p: p.would_add(
-        key_mask=_mask(p) | ~_mask(p).any(_along(p), keepdim=True)
-    ),
+# Fault of the key mask -> the keys (sequences, L) that a right block would need to do the same.
+KEY_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "key mask ignored": torch.ones_like,
+    "key mask inverted: what it allows is masked": torch.logical_not,
+    "key mask off by one token (the one before)": lambda keys: keys.roll(1, 1),
+    "key mask off by one token (the one behind)": lambda keys: keys.roll(-1, 1),
+    "a query whose keys are all masked attends to all of them, not to none": lambda keys: keys | ~keys.any(1, keepdim=True),
+}
+
+# The same for the whole mask (batch, height, width).
+MASK_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "key mask read along the other axis": lambda mask: mask.reshape(mask.shape[0], mask.shape[2], mask.shape[1]).transpose(1, 2),
+    "key mask of the first image used for all": lambda mask: mask[:1].expand_as(mask),
 }
 
 # Fault of the logit bias -> the bias (heads, L, L) that a right block would need to do the same, from bias and head_dim.
@@ -51,28 +49,22 @@ BIAS_FAULTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def _mask(probe: Probe) -> Tensor:
-    return probe.weights["key_mask"]
-
-
-def _along(probe: Probe) -> int:
-    """The dimension of a mask (batch, height, width) that the probe's axis runs along."""
-    return 2 if probe.axis == "row" else 1
-
-
-def _read_across(mask: Tensor) -> Tensor:
-    """The mask as read by who takes (batch, height, width) for (batch, width, height)."""
-    batch, height, width = mask.shape
-    return mask.reshape(batch, width, height).transpose(1, 2)
-
-
 def mask_fault(bench: Bench, probe: Probe) -> str | None:
-    """The fault of MASK_FAULTS that explains the observation, or that what is not finite comes from queries without a key."""
+    """The fault of KEY_FAULTS or MASK_FAULTS that explains the observation, or another that only a probe shows."""
+    axis, mask = probe.axis, probe.weights["key_mask"]
+    keys = lines_of(axis, mask)
     if not probe.finite:
-        some = _mask(probe) | ~_mask(probe).any(_along(probe), keepdim=True)
-        again = bench.observe(probe.axis, probe.x, v=bench.identity(), out=bench.identity(), key_mask=some)
+        some = mask_of(axis, keys | ~keys.any(1, keepdim=True), mask.shape)
+        again = bench.observe(axis, probe.x, v=bench.identity(), out=bench.identity(), key_mask=some)
         return "a query whose keys are all masked gives NaN, not zero" if again.agrees() else None
-    return next((detail for detail, added in MASK_FAULTS.items() if probe.agrees(added(probe))), None)
+    for detail, change in KEY_FAULTS.items():
+        if probe.agrees(probe.would_add(key_mask=mask_of(axis, change(keys), mask.shape))):
+            return detail
+    for detail, change in MASK_FAULTS.items():
+        if probe.agrees(probe.would_add(key_mask=change(mask))):
+            return detail
+    queries = probe.would_add(key_mask=torch.ones_like(mask)) * mask[..., None]
+    return "key mask applied to the queries, not the keys" if probe.agrees(queries) else None
 
 
 def bias_fault(probe: Probe) -> str | None:
@@ -89,8 +81,7 @@ def _term_probes(bench: Bench, axis: str) -> Iterator[tuple[Probe, Callable[[Pro
         batch, height, width, _ = bench.shape
         number, length = (batch * height, width) if axis == "row" else (batch * width, height)
         for first in range(0, 6, min(6, number)):
-            lines = masked_lines(number, length, bench.generator, bench.device, first).view(batch, -1, length)
-            mask = lines if axis == "row" else lines.transpose(1, 2).contiguous()
+            mask = mask_of(axis, masked_lines(number, length, bench.generator, bench.device, first), torch.Size((batch, height, width)))
             yield bench.observe(axis, x, v=v, out=out, key_mask=mask), partial(mask_fault, bench)
     if bench.spec.logit_bias:
         length = bench.spec.problem(axis).length

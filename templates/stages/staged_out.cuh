@@ -1,12 +1,5 @@
-{% if spec.out_bias and spec.residual %}
-// Kernel 3: output product, bias and residual, written to the grid by stride. An element of y is written by the thread that has read
-// it as residual, so that x may be y.
-{% elif spec.residual %}
-// Kernel 3: output product and residual, written to the grid by stride. An element of y is written by the thread that has read it as
-// residual, so that x may be y.
-{% else %}
-// Kernel 3: output product{{ " and bias" if spec.out_bias }}, written to the grid by stride.
-{% endif %}
+{% set added = ["bias"] * spec.out_bias + ["residual"] * spec.residual %}
+// Kernel 3: output product{{ ", " ~ added | join(" and ") if added }}, written to the grid by stride.
 template <typename C>
 __device__ __forceinline__ void output(const float* attended, {{ "const Element* x, " if spec.residual }}Element* y, const Element* __restrict__ out_weight,
                                        {{ "const Element* __restrict__ out_bias, " if spec.out_bias }}int row_tiles, float* shared) {
@@ -29,29 +22,6 @@ __device__ __forceinline__ void output(const float* attended, {{ "const Element*
       [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
 #pragma unroll
         for (int i = 0; i < P::WARP_ROW_TILES; ++i)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int tile = first_tile + row_tile + i, token = tile % C::TILES * 16 + 8 * half + lane / 4;
-            if (tile >= row_tiles || token >= C::LENGTH) continue;
-            const long long start = C::offset(tile / C::TILES, token);
-#pragma unroll
-            for (int j = 0; j < P::WARP_COLUMN_TILES; ++j) {
-              const int channel = column + 8 * j + 2 * (lane % 4);
-{% if spec.out_bias and spec.residual %}
-              float pair[2] = {}, residual[2] = {};
-              load_channels<C::DIM>(pair, out_bias, channel);
-              load_channels<C::DIM>(residual, x + start, channel);
-              pair[0] += acc[i][j][2 * half] + residual[0];
-              pair[1] += acc[i][j][2 * half + 1] + residual[1];
-{% elif spec.out_bias or spec.residual %}
-              float pair[2] = {};
-              load_channels<C::DIM>(pair, {{ "x + start" if spec.residual else "out_bias" }}, channel);
-              pair[0] += acc[i][j][2 * half], pair[1] += acc[i][j][2 * half + 1];
-{% else %}
-              const float pair[2] = {acc[i][j][2 * half], acc[i][j][2 * half + 1]};
-{% endif %}
-              store_channels<C::DIM>(y + start, channel, pair);
-            }
-          }
+          {{ "add_residual" if spec.residual else "store_output" }}<C, P::WARP_COLUMN_TILES>({{ "x, " if spec.residual }}y, {{ "out_bias, " if spec.out_bias }}first_tile + row_tile + i, row_tiles, column, lane, acc[i]);
       });
 }

@@ -3,7 +3,7 @@
 // sum, as fragments in the order [tile of the sum][row tile][page]. The weights stream through STAGES buffers by asynchronous copies,
 // across column tiles without a break. A buffer is planes of PLANE neighbouring indices of the sum, the row of each column
 // COLUMN_STRIDE words from the one before, so that neither copies nor operand loads have bank conflicts. Weights are there as they are in
-// memory.
+// memory, but in an order of columns in which a lane accumulates RUN neighbours.
 template <typename P>
 struct TiledProduct {
   using Math = typename P::Math;
@@ -19,7 +19,7 @@ struct TiledProduct {
     for (int turn = 0; turn < ceil_div(COPIES, P::THREADS); ++turn) {
       const int copy = threadIdx.x + turn * P::THREADS, column = copy / ACROSS, k = copy % ACROSS * V;
       if (COPIES % P::THREADS != 0 && copy >= COPIES) break;
-      const int row = column_tile * P::COLUMNS + column, index = sum_tile * P::SUM_TILE + k;
+      const int row = column_tile * P::COLUMNS + result_column<P::RUN>(column), index = sum_tile * P::SUM_TILE + k;
       const Element* from = P::weight(weight, row, index);
       float* at = to + k / PLANE * P::PLANE_STRIDE + column * P::COLUMN_STRIDE + k % PLANE / PER_WORD;
       if constexpr (P::COPY < PER_WORD) {

@@ -5,36 +5,26 @@ template <typename C>
 __device__ __forceinline__ void qkv({{ (["const Element* x"] + norms | declared) | join(", ") }},
                                     {{ spec.parameters_of("qkv") | declared | join(", ") }}, float* query, float* key, float* value, int row_tiles, float* shared) {
   using P = typename C::Qkv;
-  using Math = typename C::Math;
-  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8;
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
+  constexpr int VEC = NORM_VEC<C>;
   TiledProduct<P>::run(
       shared, shared + P::BUFFERS, qkv_weight, part, [](int) {},
-      [&]() { normalise_rows<C>(x, {% for name in norms %}{{ name }}, {% endfor %}first_tile, row_tiles, shared); },
+      [&]() {
+        // Operand A as fragments in the order [tile of the sum][row tile][page].
+        normalise_rows<C, 1>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
+          float* to = shared + channel / P::SUM_TILE * P::A_TILE;
+#pragma unroll
+          for (int i = 0; i < VEC; i += 2)
+            C::Math::template store_rows<P::FRAGMENT, P::SUM_TILE / 8, P::PAGE>(to, row_tile, g, channel % P::SUM_TILE + i, reinterpret_cast<const float(&)[2]>(upper[i]),
+                                                                               reinterpret_cast<const float(&)[2]>(lower[i]));
+        });
+      },
       [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
 #pragma unroll
         for (int i = 0; i < P::WARP_ROW_TILES; ++i) {
-          const int tile = first_tile + row_tile + i, sequence = tile / C::TILES;
+          const int tile = first_tile + row_tile + i;
           if (tile >= row_tiles) break;
-#pragma unroll
-          for (int j = 0; j < P::WARP_COLUMN_TILES; ++j) {
-            const int step = column / 8 + j, which = step / INNER_STEPS, within = step % INNER_STEPS;
-            if (step >= 3 * INNER_STEPS) break;
-{% if spec.qkv_bias %}
-            float c[4], bias[2] = {};
-            const int channel = 8 * (within % STEPS) + 2 * (lane % 4), at_head = (which * C::HEADS + within / STEPS) * C::HEAD_DIM;
-            load_channels<C::HEAD_DIM>(bias, qkv_bias + at_head, channel);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) c[k] = acc[i][j][k] + bias[k % 2];
-{% endif %}
-            const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * C::ROW_TILE;
-            if (which == 0)
-              Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, {{ "c" if spec.qkv_bias else "acc[i][j]" }});
-            else if (which == 1)
-              Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, {{ "c" if spec.qkv_bias else "acc[i][j]" }});
-            else
-              Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, {{ "c" if spec.qkv_bias else "acc[i][j]" }});
-          }
+          store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, {{ "qkv_bias, " if spec.qkv_bias }}tile, column / 8, lane, acc[i]);
         }
       });
 }

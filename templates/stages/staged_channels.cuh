@@ -19,3 +19,11 @@ __device__ __forceinline__ void store_channels(Element* to, int channel, const f
       if (channel + i < DIM) put(to + channel + i, values[i]);
   }
 }
+
+// The column of the result that is accumulated as `column`: a lane has two columns of each column tile, and of RUN / 2 tiles these are
+// neighbours.
+template <int RUN>
+__device__ __forceinline__ int result_column(int column) {
+  constexpr int TILES = RUN / 2;
+  return column / (8 * TILES) * (8 * TILES) + column % 8 / 2 * RUN + column / 8 % TILES * 2 + column % 2;
+}
