@@ -16,9 +16,12 @@ from codegen.spec import SpecError
 Value = int | str | bool
 
 
-def tunable(default: Value, values: tuple[Value, ...], help: str) -> Any:
-    """A dataclass field with the values a search may choose from and one line of help."""
-    return dataclasses.field(default=default, metadata={"values": values, "help": help})
+def tunable(default: Value, values: tuple[Value, ...], help: str, added: bool = False) -> Any:
+    """A dataclass field with the values a search may choose from and one line of help.
+
+    added: configurations have been written without it, and mean its default.
+    """
+    return dataclasses.field(default=default, metadata={"values": values, "help": help, "added": added})
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Config:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The configuration that `data` (from a record, a storage or a command line) states; SpecError when it has
         unknown or missing names or values outside the space."""
+        data = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata["added"]} | dict(data)
         names = set(cls.tunables())
         given = set(data) - {"family"}
         if given != names:

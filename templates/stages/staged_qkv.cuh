@@ -1,5 +1,6 @@
 // Kernel 1: LayerNorm and the QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
-// [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece.
+// [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece; q times
+// EXPONENT_SCALE, so that scores are exponents as they come.
 template <typename C>
 __device__ __forceinline__ void qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
                                     const Element* __restrict__ qkv_weight, float* query, float* key, float* value, int row_tiles, float* shared) {
@@ -20,9 +21,12 @@ __device__ __forceinline__ void qkv(const Element* x, const Element* __restrict_
             const int step = column / 8 + j, which = step / INNER_STEPS, within = step % INNER_STEPS;
             if (step >= 3 * INNER_STEPS) break;
             const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * C::ROW_TILE;
-            if (which == 0)
-              Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, acc[i][j]);
-            else if (which == 1)
+            if (which == 0) {
+              float scaled[4];  // in units of the exponent of two
+#pragma unroll
+              for (int c = 0; c < 4; ++c) scaled[c] = acc[i][j][c] * C::EXPONENT_SCALE;
+              Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, scaled);
+            } else if (which == 1)
               Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, acc[i][j]);
             else
               Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, acc[i][j]);
