@@ -214,6 +214,11 @@ class StagedPlan:
         return 4 * self.config.attn_stages * self.attn_buffer
 
     @property
+    def floor(self) -> float:
+        """The least sum of a row's weights in the first tile: below it the type's smallest numbers are no longer small beside them."""
+        return 2.0**-6 if self._narrow else 2.0**-64
+
+    @property
     def holds_queries(self) -> bool:
         """Whether a warp keeps its queries in registers for the whole sequence; else it reads them again for each tile of keys."""
         return self.config.math != "ffma" and self.padded_head_dim <= 64
@@ -230,8 +235,8 @@ class StagedPlan:
 
     @property
     def headroom(self) -> float:
-        """log2 of 1 over the largest weight of a tile whose maximum becomes the reference: the further under the limit, the fewer
-        references are raised. Tensor cores that sum weights make the limit 2, so that it has to be room for growth; else it is what fp16's
+        """log2 of 1 over the weight of a score that equals the reference: the further it is under the limit, the fewer references
+        are raised. Tensor cores that sum weights make the limit 2, so that it has to be room for growth; else it is what fp16's
         absolute error of 2^-25 is small beside."""
         if self.config.attn_sums == "product":
             return 4.0 if self._narrow else 32.0

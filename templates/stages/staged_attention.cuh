@@ -2,8 +2,9 @@
 // Gimelshein 2018), so that no row of scores is ever stored. Tiles of keys and values come through STAGES buffers by asynchronous
 // copies, or all of them lie in one. q comes in units of the exponent (see kernel 1). The result goes to scratch as operand A of kernel 3.
 //
-// The exponent's reference need not be the maximum: it is the one of the first tile, and grows only when a weight grows beyond LIMIT. So the
-// usual tile has no maximum, no correction and no multiplication of what is summed, and the reference is where the scores start from.
+// The exponent's reference need not be the maximum: a row begins with the reference 0, which serves scores of usual size, and gets the maximum
+// of a tile when the first tile's weights are too small or a later one's grow beyond LIMIT. So the usual tile has no maximum, no
+// correction and no multiplication of what is summed, and the reference is where the scores start from.
 template <typename C>
 struct StreamedAttention {
   using Math = typename C::Math;
@@ -57,8 +58,8 @@ struct StreamedAttention {
     }
   }
 
-  // Raises the references of rows that need it, so that the tile's largest weight is 2^-HEADROOM. Nothing has been summed before step 0.
-  static __device__ __forceinline__ void raise(float (&start)[ROWS][4], float (&sum)[ROWS][SUMS], Sums& sums, const Query (&query)[ROWS], const float* keys,
+  // References of rows from the tile's maximum, so that its largest weight is 2^-HEADROOM; those of rows that have been summed do not fall.
+  static __device__ __forceinline__ void refer(float (&start)[ROWS][4], float (&sum)[ROWS][SUMS], Sums& sums, const Query (&query)[ROWS], const float* keys,
                                                int step, int lane) {
     float p[ROWS][KEYS][4];
     exponents(p, query, start, keys, step, lane);
@@ -96,7 +97,9 @@ struct StreamedAttention {
       __syncthreads();  // all keys and values are there for all
     }
     Sums sums;
-    float sum[ROWS][SUMS] = {}, start[ROWS][4] = {};  // of a row's weights; its reference, negative
+    float sum[ROWS][SUMS] = {}, start[ROWS][4];  // of a row's weights; what its scores start from
+#pragma unroll
+    for (int i = 0; i < 4 * ROWS; ++i) start[i / 4][i % 4] = -S::HEADROOM;
     const float *keys = shared, *values = shared + S::VALUES;
 #pragma unroll 1
     for (int step = 0; step < KEY_STEPS; ++step) {
@@ -108,9 +111,9 @@ struct StreamedAttention {
       if (tile < C::TILES) {
         Weights weights;
         float added[ROWS][2];
-        bool low = step == 0;  // whether references are too low
+        bool outside = false;  // whether the references have been found not to serve
         do {
-          if (low) raise(start, sum, sums, queries, keys, step, lane);
+          if (outside) refer(start, sum, sums, queries, keys, step, lane);
           float p[ROWS][KEYS][4];
           exponents(p, queries, start, keys, step, lane);
 #pragma unroll
@@ -120,8 +123,10 @@ struct StreamedAttention {
 #pragma unroll
               for (int i = 0; i < 4; ++i) p[row][j][i] = S::power(p[row][j][i], j % 2 * 4 + i);
           weights.take(p);
-          low = __any_sync(ALL_LANES, beyond(weights, p, added)) & !low;
-        } while (low);
+          bool found = beyond(weights, p, added);
+          if (step == 0) found |= below(weights, added);
+          outside = __any_sync(ALL_LANES, found) & !outside;
+        } while (outside);
         if constexpr (S::SUMS_BY_PRODUCT) {
           Products::add_rows(sum, weights);
         } else {
@@ -164,6 +169,20 @@ struct StreamedAttention {
         }
       return largest > S::LIMIT;
     }
+  }
+
+  // Whether a row's weights are together below FLOOR.
+  static __device__ __forceinline__ bool below(const Weights& weights, const float (&added)[ROWS][2]) {
+    float sum[ROWS][SUMS] = {}, least = S::FLOOR;
+    if constexpr (S::SUMS_BY_PRODUCT) Products::add_rows(sum, weights);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (!S::SUMS_BY_PRODUCT) sum[row][half] = added[row][half];
+        least = fminf(least, row_sum(sum[row], half));
+      }
+    return least < S::FLOOR;
   }
 
   // Of all weights of a row: lanes have what they have added up of it, or the tensor cores' sum of the whole row.
