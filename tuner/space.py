@@ -147,7 +147,7 @@ class Space:
         value with the same cap stands for all; padding that moves no buffer stands as padding.
         """
         plan = plan_of(self.problem, config)
-        least: dict[str, Any] = {}
+        least: dict[str, Any] = {n: v for n, v in plan.representative.items() if v in self.values[n]} if isinstance(plan, SequencePlan) else {}
         for name, threads in plan.capped.items():
             caps = {int(n): self._register_cap(threads * int(n)) for n in self.values[name]}
             least[name] = min(n for n in caps if caps[n] == caps[getattr(config, name)])

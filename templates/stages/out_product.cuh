@@ -106,6 +106,14 @@ struct OutProduct {
     }
   }
 
+  // Weights held in registers, packed, where one turn takes all columns.
+  static __device__ __forceinline__ void run_held(const float* shared, const Element* x, Element* y, const Element* __restrict__ bias, int first, int sequences,
+                                                  const Held& held) {
+    static_assert(COLUMN_GROUPS == ACROSS, "the weights of one column group are held");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    rows(shared, x, y, bias, first, sequences, warp % ACROSS, warp, lane, [&](int j, int step) { return held.values[j][step]; });
+  }
+
   // Weights read from global memory (and the caches) at each use.
   static __device__ __forceinline__ void run_streaming(const float* shared, const Element* x, Element* y, const Element* __restrict__ weight,
                                                        const Element* __restrict__ bias, int first, int sequences) {
