@@ -39,13 +39,12 @@ class SequenceConfig(Config):
     math: str = tunable("tf32x3", MATHS, "arithmetic of the products")
     heads: str = tunable("shared", ("shared", "registers"), "q, k and v pass through shared memory, or stay in a head's warp", before="shared")
     sequences: int = tunable(1, (1, 2, 4, 8), "sequences a block computes at once")
-    rounds: int = tunable(1, (1, 2, 4, 8, 16), "times a block does so, one after the other, with the same weights", before=1)
     warps: int = tunable(8, (1, 2, 4, 8, 12, 16), "warps of a block (with heads=registers one for each head and sequence)")
     qkv_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the QKV product")
     qkv_columns: int = tunable(3, (1, 2, 3, 4, 6), "8-column tiles a warp computes at once in the QKV product")
     out_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the output product")
     out_columns: int = tunable(1, (1, 2, 3, 4), "8-column tiles a warp computes at once in the output product")
-    key_tile: int = tunable(32, (16, 32, 48, 64), "keys of one step of the streaming softmax")
+    key_tile: int = tunable(32, (16, 32, 48, 64, 80), "keys of one step of the streaming softmax")
     fragment: int = tunable(4, (2, 4), "neighbouring weights a lane loads at once in the QKV product")
     weights: str = tunable("hold", ("stream", "hold"), "weights read at each use, or held in registers for all rows")
     prefetch: str = tunable("qkv", ("none", "qkv", "both"), "held weights that are loaded before the stage they belong to")
@@ -54,6 +53,7 @@ class SequenceConfig(Config):
     norm_lanes: int = tunable(16, (4, 8, 16, 32), "lanes that normalise two tokens")
     dependent_launch: bool = tunable(True, (True, False), "start while the axis before it still runs (sm_90 and later)")
     min_blocks: int = tunable(1, (1, 2, 3, 4), "blocks a multiprocessor must be able to hold, which caps registers")
+    rounds: int = tunable(1, (1, 2, 4, 8, 16), "groups of sequences that a block computes one after the other, with weights that stay", before=1)
 
 
 def _ceil(a: int, b: int) -> int:
@@ -366,7 +366,8 @@ def _careful_registers(problem: AxisProblem, target: Target, math: str) -> Itera
     pairs = sequences * _ceil(problem.length, 16) * 8
     lanes = next((n for n in (16, 8) if n * pairs <= 32 * warps), 4)
     many = [n for n in (8, 4, 2) if problem.sequences >= 2 * target.sms * sequences * n]
-    for columns, rounds, rows, key_tile, prefetch in itertools.product((6, 2), (*many, 1), (2, 1), (32, 16), ("qkv", "none")):
+    keys = [n for n in (80, 64, 48, 32, 16) if _ceil(problem.length, 16) * 16 % n == 0]
+    for columns, rounds, rows, key_tile, prefetch in itertools.product((6, 2), (*many, 1), (2, 1), keys, ("qkv", "none")):
         yield SequenceConfig(
             math=math,
             heads="registers",

@@ -269,6 +269,16 @@ struct HalfCore {
     return result;
   }
 
+  // The tile whose rows are `from`'s columns, by the warp together.
+  static __device__ __forceinline__ Tile transposed(const Tile& from) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i / 2 + 2 * (i % 2)] = transpose_8x8(from.part[part][i]);
+    return result;
+  }
+
   // Operand A's tile that starts at `page`; and into it, for column tiles `step` (an even one) and the next.
   template <int PAGE>
   static __device__ __forceinline__ Tile load_tile(const float* page, int lane) {

@@ -10,6 +10,7 @@ struct Attention {
 
   // q, k and v of one row tile and head as fragments in shared memory.
   struct Shared {
+    static constexpr bool IN_SHARED = true;
     static constexpr int UNROLL = KEY_STEPS <= 4 ? KEY_STEPS : 1;
     const float* shared;
     int tile, head, lane;
@@ -78,7 +79,7 @@ struct Attention {
       }
       operands.weighted_sum(out, p, step);
     }
-    __syncwarp();  // the queries have been read
+    if constexpr (Operands::IN_SHARED) __syncwarp();  // the queries have been read
     const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
     constexpr int AT_ONCE = Math::STORED_TILES;
 #pragma unroll

@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g;
-      const bool real = row % C::PADDED_LENGTH < C::LENGTH && first + row / C::PADDED_LENGTH < sequences;
+      const bool real = row % C::PADDED_LENGTH < C::LENGTH && (C::SEQUENCES == 1 || first + row / C::PADDED_LENGTH < sequences);
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
