@@ -37,7 +37,9 @@ class SequenceConfig(Config):
     family: ClassVar[str] = "sequence"
 
     math: str = tunable("tf32x3", MATHS, "arithmetic of the products")
-    heads: str = tunable("shared", ("shared", "registers"), "q, k and v pass through shared memory, or stay in a head's warp", before="shared")
+    heads: str = tunable(
+        "shared", ("shared", "registers"), "q, k and v pass through shared memory, or stay in a head's warp", before="shared"
+    )
     sequences: int = tunable(1, (1, 2, 4, 8), "sequences a block computes at once")
     warps: int = tunable(8, (1, 2, 4, 8, 12, 16), "warps of a block (with heads=registers one for each head and sequence)")
     qkv_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the QKV product")
@@ -53,7 +55,9 @@ class SequenceConfig(Config):
     norm_lanes: int = tunable(16, (4, 8, 16, 32), "lanes that normalise two tokens")
     dependent_launch: bool = tunable(True, (True, False), "start while the axis before it still runs (sm_90 and later)")
     min_blocks: int = tunable(1, (1, 2, 3, 4), "blocks a multiprocessor must be able to hold, which caps registers")
-    rounds: int = tunable(1, (1, 2, 4, 8, 16), "groups of sequences that a block computes one after the other, with weights that stay", before=1)
+    rounds: int = tunable(
+        1, (1, 2, 4, 8, 16), "groups of sequences that a block computes one after the other, with weights that stay", before=1
+    )
 
 
 def _ceil(a: int, b: int) -> int:
@@ -182,7 +186,7 @@ class SequencePlan:
     @property
     def keeps_weights(self) -> bool:
         """Whether the weights that a warp holds are all that it needs, so that it can keep them for further rounds."""
-        out_groups = self.out_tiles // self.config.out_columns
+        out_groups = max(1, self.out_tiles // self.config.out_columns)
         return self.in_registers and self.qkv_columns == 6 and self.padded_head_dim == 16 and self.warps_across(out_groups) == out_groups
 
     @property

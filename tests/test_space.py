@@ -40,11 +40,33 @@ def test_every_draw_is_projected_onto_a_legal_canonical_configuration(spec: Bloc
 @pytest.mark.parametrize(
     "spec, arch, fixed",
     [
-        (BlockSpec(), "sm_80", dict(heads="shared", rounds=1, out_rows=1, out_columns=2, residual="reload", sequences=1, qkv_rows=2, norm_lanes=16, key_tile=16)),
-        (DEEPLAB, "sm_80", dict(heads="shared", rounds=1, out_rows=1, out_columns=1, qkv_columns=2, qkv_rows=1, norm_lanes=16, padding=True)),
-        (DEEPLAB, "sm_90", dict(heads="shared", rounds=1, out_rows=1, out_columns=1, qkv_columns=6, weights="hold", qkv_rows=1, residual="reload")),
-        (BlockSpec(), "sm_90", dict(math="fp16x3", warps=8, fragment=4, residual="reload", norm_lanes=8, out_rows=1, key_tile=32, prefetch="qkv")),
-        (DEEPLAB, "sm_90", dict(heads="registers", warps=8, weights="hold", padding=True, residual="reload", key_tile=80, min_blocks=1, out_columns=2)),
+        (
+            BlockSpec(),
+            "sm_80",
+            dict(
+                heads="shared", rounds=1, out_rows=1, out_columns=2, residual="reload", sequences=1, qkv_rows=2, norm_lanes=16, key_tile=16
+            ),
+        ),
+        (
+            DEEPLAB,
+            "sm_80",
+            dict(heads="shared", rounds=1, out_rows=1, out_columns=1, qkv_columns=2, qkv_rows=1, norm_lanes=16, padding=True),
+        ),
+        (
+            DEEPLAB,
+            "sm_90",
+            dict(heads="shared", rounds=1, out_rows=1, out_columns=1, qkv_columns=6, weights="hold", qkv_rows=1, residual="reload"),
+        ),
+        (
+            BlockSpec(),
+            "sm_90",
+            dict(math="fp16x3", warps=8, fragment=4, residual="reload", norm_lanes=8, out_rows=1, key_tile=32, prefetch="qkv"),
+        ),
+        (
+            DEEPLAB,
+            "sm_90",
+            dict(heads="registers", warps=8, weights="hold", padding=True, residual="reload", key_tile=80, min_blocks=1, out_columns=2),
+        ),
     ],
 )
 def test_enumeration_finds_exactly_what_brute_force_finds(spec: BlockSpec, arch: str, fixed: dict) -> None:

@@ -200,7 +200,9 @@ def _heads(plan: SequencePlan) -> _Stage:
     project = rows * (steps * (passes * cost.load_a + columns * cost.product) + columns * (2 + 2 * cost.split_pair) + head * 2)
     keys, key_steps = c.key_tile // 8, plan.padded_length // c.key_tile
     products = 2 * keys * head * cost.product
-    attend = rows * (key_steps * (products + 14 * keys + 2 * keys * cost.split_pair + 2 * (8 + 2 * head)) + head * (6 + 2 * cost.split_pair))
+    attend = rows * (
+        key_steps * (products + 14 * keys + 2 * keys * cost.split_pair + 2 * (8 + 2 * head)) + head * (6 + 2 * cost.split_pair)
+    )
     warp = read + project + attend
     tiles = plan.warps * rows * (columns * steps + 2 * keys * key_steps * head)
     wavefronts = plan.warps * 8 * plan.operand_words * rows * (passes * steps + head) / 2
