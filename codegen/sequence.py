@@ -247,8 +247,11 @@ class SequencePlan:
             operands, last = 4 * parts * 3 * tiles * slices, 4 * parts * c.qkv_rows * self.qkv_columns // 2
             weights, out_weights = held(self.qkv_columns, self.padded_dim), held(c.out_columns, self.inner)
             kept = weights + out_weights if c.rounds > 1 else 0
-            project = weights + operands - last + 4 * parts * c.qkv_rows * (self.qkv_columns + 1) + (out_weights if kept else 0)
-            attend = kept + operands * (tiles - 1) // tiles + 4 * parts * (c.key_tile // 8 + 2 * slices)
+            early = out_weights if kept or c.prefetch == "both" else 0
+            if not kept and c.qkv_rows == tiles:
+                weights //= 2  # each is used once, so that their registers become free one after the other
+            project = weights + operands - last + 4 * parts * c.qkv_rows * (self.qkv_columns + 1) + early
+            attend = weights * (kept > 0) + early + operands * (tiles - 1) // tiles + 4 * parts * (c.key_tile // 8 + 2 * slices)
             out = kept + out_weights * (not kept) + 4 * parts * c.out_rows * (c.out_columns + 1)
             return 24 + max(project, attend, out)
 
@@ -371,7 +374,8 @@ def _careful_registers(problem: AxisProblem, target: Target, math: str) -> Itera
     lanes = next((n for n in (16, 8) if n * pairs <= 32 * warps), 4)
     many = [n for n in (8, 4, 2) if problem.sequences >= 2 * target.sms * sequences * n]
     keys = [n for n in (80, 64, 48, 32, 16) if _ceil(problem.length, 16) * 16 % n == 0]
-    for columns, rounds, rows, key_tile, prefetch in itertools.product((6, 2), (*many, 1), (2, 1), keys, ("qkv", "none")):
+    prefetches = ("both", "qkv", "none") if problem.length <= 32 else ("qkv", "none")
+    for columns, rounds, rows, key_tile, prefetch in itertools.product((6, 2), (*many, 1), (2, 1), keys, prefetches):
         yield SequenceConfig(
             math=math,
             heads="registers",

@@ -20,7 +20,7 @@ struct OutProduct {
 #pragma unroll
       for (int i = 0; i < N; ++i) to[i] = T{};
       if constexpr (C::HEAD_DIM % 2 == 0) {
-        if (real && within < C::HEAD_DIM) load_constant(to, from);
+        if (real && within < C::HEAD_DIM) load_here(to, from);
       } else {
         load_some<true>(to, from, real, within, C::HEAD_DIM);
       }

@@ -25,7 +25,7 @@ struct QkvProduct {
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = T{};
     if constexpr (C::DIM % C::FRAGMENT == 0) {
-      if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_constant(to, from);
+      if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_here(to, from);
     } else {
       load_some<true>(to, from, real, k, C::DIM);
     }
