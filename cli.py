@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from codegen.spec import DEFAULT_BATCH, DTYPES, BlockSpec, SpecError, parse_axes, parse_dtype
+from codegen.spec import DEFAULT_BATCH, DEFAULT_EPS, DTYPES, BlockSpec, SpecError, parse_axes, parse_dtype
 from codegen.target import Target, target
 
 app = typer.Typer(
@@ -23,13 +25,6 @@ _WIDTH = None if sys.stdout.isatty() else 160  # a pipe has no width of its own,
 console = Console(width=_WIDTH)
 errors = Console(stderr=True)
 
-Dim = Annotated[int, typer.Option(help="Channels; a multiple of the heads.")]
-Heads = Annotated[int, typer.Option(help="Attention heads.")]
-Height = Annotated[int, typer.Option(help="Rows of the grid: the length of a column.")]
-Width = Annotated[int, typer.Option(help="Columns of the grid: the length of a row.")]
-Batch = Annotated[int, typer.Option(help="Batch to tune for; the module accepts any.")]
-Dtype = Annotated[str, typer.Option(help=f"Element type: {', '.join(DTYPES)}.")]
-Axis = Annotated[str, typer.Option(help="row, col or both.")]
 Arch = Annotated[str | None, typer.Option(help="Target, e.g. sm_90; the GPU's own by default, sm_90 without one.")]
 Gpu = Annotated[int | None, typer.Option(help="Which of the visible GPUs, from 0.")]
 Out = Annotated[Path, typer.Option(help="Folder of the modules.")]
@@ -38,15 +33,65 @@ Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", he
 Module = Annotated[Path, typer.Argument(metavar="FILE", help="An emitted module.")]
 
 
+def _block(
+    dim: Annotated[int, typer.Option(help="Channels; a multiple of the heads unless --head-dim is given.")] = 64,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    height: Annotated[int, typer.Option(help="Rows of the grid: the length of a column.")] = 32,
+    width: Annotated[int, typer.Option(help="Columns of the grid: the length of a row.")] = 32,
+    batch: Annotated[int, typer.Option(help="Batch to tune for; the module accepts any.")] = DEFAULT_BATCH,
+    dtype: Annotated[str, typer.Option(help=f"Element type: {', '.join(DTYPES)}.")] = "float32",
+    axis: Annotated[str, typer.Option(help="row, col or both.")] = "both",
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a head; dim / heads by default.")] = None,
+    norm: Annotated[str, typer.Option(help="layer (LayerNorm), rms (RMSNorm) or none.")] = "layer",
+    no_norm_affine: Annotated[bool, typer.Option("--no-norm-affine", help="The norm has no parameters.")] = False,
+    post_norm: Annotated[bool, typer.Option("--post-norm", help="Normalise behind the residual, not before the branch.")] = False,
+    qkv_bias: Annotated[bool, typer.Option("--qkv-bias", help="The QKV product has a bias.")] = False,
+    no_out_bias: Annotated[bool, typer.Option("--no-out-bias", help="The output product has none.")] = False,
+    no_residual: Annotated[bool, typer.Option("--no-residual", help="The input is not added to the branch.")] = False,
+    eps: Annotated[float, typer.Option(help="The norm's epsilon.")] = DEFAULT_EPS,
+    key_mask: Annotated[bool, typer.Option("--key-mask", help="Which tokens may be attended to is an input.")] = False,
+    logit_bias: Annotated[bool, typer.Option("--logit-bias", help="A bias for each head is added to the scores.")] = False,
+) -> BlockSpec:
+    return BlockSpec(
+        dim,
+        heads,
+        height,
+        width,
+        batch,
+        parse_dtype(dtype),
+        parse_axes(axis),
+        eps,
+        head_dim,  # type: ignore[arg-type]
+        norm=norm,
+        norm_affine=not no_norm_affine,
+        post_norm=post_norm,
+        qkv_bias=qkv_bias,
+        out_bias=not no_out_bias,
+        residual=not no_residual,
+        key_mask=key_mask,
+        logit_bias=logit_bias,
+    )
+
+
+def _of_a_block(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of `_block` in the place of its first argument, the block that these state."""
+    block = inspect.signature(_block, eval_str=True).parameters
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    def called(**given: Any) -> None:
+        spec = _block(**{name: given.pop(name) for name in block})
+        command(spec, **given)
+
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__signature__ = inspect.Signature([*block.values(), *own])  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in (*block.values(), *own)}
+    return called
+
+
 @app.command()
+@_of_a_block
 def tune(
-    dim: Dim = 64,
-    heads: Heads = 4,
-    height: Height = 32,
-    width: Width = 32,
-    batch: Batch = DEFAULT_BATCH,
-    dtype: Dtype = "float32",
-    axis: Axis = "both",
+    spec: BlockSpec,
     gpu: Gpu = None,
     arch: Arch = None,
     out: Out = Path("generated"),
@@ -62,27 +107,16 @@ def tune(
     """Search, verify, and write the best configuration as a module."""
     from tuner.session import Request, run
 
-    spec = BlockSpec(dim, heads, height, width, batch, parse_dtype(dtype), parse_axes(axis))
     request = Request(spec, out, trials, budget, seed, gpu, arch, storage, study, tolerance, tuple(fix or ()), fresh, _command())
     raise typer.Exit(run(request, console))
 
 
 @app.command()
-def render(
-    dim: Dim = 64,
-    heads: Heads = 4,
-    height: Height = 32,
-    width: Width = 32,
-    batch: Batch = DEFAULT_BATCH,
-    dtype: Dtype = "float32",
-    axis: Axis = "both",
-    arch: Arch = None,
-    set_: Set = None,
-) -> None:
+@_of_a_block
+def render(spec: BlockSpec, arch: Arch = None, set_: Set = None) -> None:
     """Print the CUDA source of one configuration."""
     from tuner.session import source_of
 
-    spec = BlockSpec(dim, heads, height, width, batch, parse_dtype(dtype), parse_axes(axis))
     sys.stdout.write(source_of(spec, _target(arch), set_ or ()).text)
 
 

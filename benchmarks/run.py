@@ -35,7 +35,7 @@ class Plan:
 def tune_command(spec: BlockSpec) -> str:
     """The command that writes the module of a block."""
     options = [f"--dim {spec.dim}", f"--heads {spec.heads}", f"--height {spec.height}", f"--width {spec.width}", f"--batch {spec.batch}"]
-    return " ".join(["python cli.py tune", *options, *([] if spec.dtype == "float32" else [f"--dtype {spec.dtype}"])])
+    return " ".join(["python cli.py tune", *options, *spec.options, *([] if spec.dtype == "float32" else [f"--dtype {spec.dtype}"])])
 
 
 def find_modules(folder: Path, specs: Iterable[BlockSpec], arch: str) -> dict[BlockSpec, Emitted]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from tuner.verify import Checker
 
 EMULATED_LINES = 2
 LATE = "not run within the budget"
-CHUNK = 4  # shapes whose PyTorch forms are compiled at the same time, before they are measured
+CHUNK = max(1, len(os.sched_getaffinity(0)) // len(FORMS))  # shapes whose PyTorch forms are compiled at once, before they are measured
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,25 @@ Plan = SequencePlan | StagedPlan
 
 @dataclass(frozen=True)
 class Family:
-    """default: (problem, target, math) -> the configuration to start from, or None when none is legal.
+    """default: (problem, target, math) -> the configuration to start from, or None when none is legal; alternatives: others that a
+    search should not miss, because it does not come to them from there.
     maths: element type -> its arithmetics, the one to start from first."""
 
     config: type[Config]
     plan: Callable[[AxisProblem, Any], Plan]
     default: Callable[[AxisProblem, Target, str], Config | None]
     maths: Mapping[str, tuple[str, ...]]
+    alternatives: Callable[[AxisProblem, Target, str], Sequence[Config]] = lambda *_: ()
+
+    def starts(self, problem: AxisProblem, target: Target, math: str) -> list[Config]:
+        """The default of an arithmetic, if there is one, and its alternatives."""
+        start = self.default(problem, target, math)
+        return [] if start is None else list(dict.fromkeys((start, *self.alternatives(problem, target, math))))
 
 
 FAMILIES: dict[str, Family] = {
     SequenceConfig.family: Family(SequenceConfig, SequencePlan, sequence.default, sequence.DTYPE_MATHS),
-    StagedConfig.family: Family(StagedConfig, StagedPlan, staged.default, staged.DTYPE_MATHS),
+    StagedConfig.family: Family(StagedConfig, StagedPlan, staged.default, staged.DTYPE_MATHS, staged.alternatives),
 }
 
 

@@ -28,6 +28,7 @@ from codegen.families import config_from_dict
 from codegen.kernelbench import violations
 from codegen.library import FORMS, KERNELS, LibraryConfig
 from codegen.provenance import Provenance
+from codegen.reference import parameter_shapes
 from codegen.render import WEIGHTS, Kernel, Source, environment
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target, target
@@ -89,9 +90,11 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         spec=spec,
         kernels=source.kernels,
         scratch=source.scratch,
+        packed=source.packed,
         calls=[_call(kernel, spec) for kernel in source.kernels],
-        parameters=[f"{axis}_{part}" for axis in spec.axes for part in WEIGHTS],
-        most=max(max(kernel.count(spec, 1), kernel.blocks(spec, 1)) for kernel in source.kernels),
+        parameters=[f"{axis}_{part}" for axis in spec.axes for part in spec.parameters],
+        sizes={part: (*parameter_shapes(spec)[f"{spec.axes[0]}_{part.replace('_', '.')}"], 0)[:2] for part in spec.parameters},
+        most=max(max(kernel.count(spec, 1), kernel.blocks(spec, 1)) for kernel in source.kernels if not kernel.fixed),
     )
     for name, text in (("CUDA source", source.text), ("launch code", launch)):
         if "'''" in text or text.endswith("\\"):
@@ -100,7 +103,7 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         spec=spec,
         title=f"Axial attention block: dim {spec.dim}, {spec.heads} heads, {spec.height}x{spec.width}, {spec.dtype}, for {target.arch}.",
         description=_wrapped(
-            f"{axes.capitalize()} over (batch, height, width, dim), with LayerNorm before and a residual after each axis. "
+            f"{axes.capitalize()} over (batch, height, width, dim), {_anatomy(spec)}. "
             f"Tuned for batch {spec.batch}; any batch is computed."
             + (_FP16X3 if any(configs[axis].to_dict().get("math") == "fp16x3" for axis in spec.axes) else ""),
             "",
@@ -108,17 +111,20 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         summary=f"{axes.capitalize()} over a {spec.height}x{spec.width} grid of {spec.dim} channels, {spec.dtype}.",
         configs={axis: _wrapped(", ".join(f"{k} {v}" for k, v in configs[axis].to_dict().items())) for axis in spec.axes},
         figures="\n".join(_wrapped(line, "") for line in provenance.lines()).replace("\\", "/").replace('"', "'"),
-        spec_literal=_literal(dataclasses.asdict(spec)),
+        spec_literal=_literal(spec.to_dict()),
+        parameters_literal=_literal(spec.parameters),
+        variants={name: _literal(value) for name, value in spec.variants.items()},
         arch_literal=_literal(target.arch),
         use=use,
         forms_literal=_literal(FORMS),
         configs_literal=_literal({axis: configs[axis].to_dict() for axis in spec.axes}),
-        kernels_literal=_literal([dataclasses.asdict(kernel) for kernel in source.kernels]),
+        kernels_literal=_literal([_stated(kernel) for kernel in source.kernels]),
         scratch_literal=_literal(dict(source.scratch)),
+        packed_literal=_literal(dict(source.packed)) if source.packed else None,
         provenance_literal=_literal({**dataclasses.asdict(provenance), "versions": dict(provenance.versions)}),
         cuda=source.text if source.text.endswith("\n") else source.text + "\n",
         launch=launch,
-        number=target.number,
+        code=source.arch(target).removeprefix("sm_"),
         capability=repr(divmod(target.number, 10)),
     )
     if wrong := violations(text):
@@ -141,13 +147,24 @@ def write_module(
     """Writes the module of `source` into `directory` (made if missing), at once and whole, and returns its path.
 
     use: what ModelNew computes with on CUDA, KERNELS or one of PyTorch's FORMS; the kernels are in the file either way.
-    A predicted module has a name of its own and so never replaces a measured one. SpecError when the folder cannot be
+    A predicted module has a name of its own and so never replaces a measured one, and one of an interrupted search takes another
+    name beside one of a whole search. SpecError when the folder cannot be
     written or the text would be no acceptable module; nothing is left behind then.
     """
     text = module_text(source, configs, provenance, target, use)
     path = Path(directory) / module_name(source.spec, target.arch, not provenance.measured)
+    if provenance.partial and _is_whole(path):
+        path = path.with_stem(f"{path.stem}_partial")
     replace_file(path, text)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a module of a whole search stands at `path`."""
+    try:
+        return not read_module(path).provenance.partial
+    except SpecError:
+        return False
 
 
 def read_module(path: Path | str) -> Emitted:
@@ -164,24 +181,24 @@ def read_module(path: Path | str) -> Emitted:
     try:
         for node in tree.body:
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                if (name := node.targets[0].id) in wanted:
+                if (name := node.targets[0].id) in wanted | {"PACKED"}:
                     found[name] = ast.literal_eval(node.value)
         if missing := sorted(wanted - set(found)):
             raise SpecError(f"it has no {', '.join(missing)}")
-        spec = BlockSpec(**{**found["SPEC"], "axes": tuple(found["SPEC"]["axes"])})
+        spec = BlockSpec.from_dict(found["SPEC"])
         configs = {axis: config_from_dict(found["CONFIGS"][axis]) for axis in spec.axes}
         kernels = tuple(_kernel(kernel) for kernel in found["KERNELS"])
-        scratch = tuple((name, int(elements)) for name, elements in found["SCRATCH"].items())
+        scratch, packed = (tuple((name, int(elements)) for name, elements in found.get(key, {}).items()) for key in ("SCRATCH", "PACKED"))
         if tuple(dict.fromkeys(kernel.axis for kernel in kernels)) != spec.axes:
             raise SpecError(f"its kernels are not those of the axes {list(spec.axes)}")
         for kernel in kernels:
-            if unknown := set(kernel.arguments) - {"x", "y", *WEIGHTS, *dict(scratch)}:
+            if unknown := set(kernel.arguments) - {"x", "y", *WEIGHTS, *dict(scratch), *dict(packed)}:
                 raise SpecError(f"kernel {kernel.name}: {unknown.pop()!r} is no argument")
         if not isinstance(found["CUDA_SOURCE"], str):
             raise SpecError("its CUDA_SOURCE is no text")
         if found["USE"] not in (KERNELS, *FORMS):
             raise SpecError(f"its USE is {found['USE']!r}")
-        source = Source(spec, found["CUDA_SOURCE"].removeprefix("\n"), kernels, scratch)
+        source = Source(spec, found["CUDA_SOURCE"].removeprefix("\n"), kernels, scratch, packed)
         return Emitted(path, spec, target(found["ARCH"]).arch, configs, source, Provenance(**found["PROVENANCE"]), found["USE"])
     except (AttributeError, KeyError, TypeError, ValueError, MemoryError, RecursionError) as error:
         raise SpecError(f"{path} is not an emitted module: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
@@ -240,7 +257,7 @@ def update_index(directory: Path | str) -> Path:
     entries = [
         {
             "file": emitted.path.name,
-            "spec": dataclasses.asdict(emitted.spec),
+            "spec": emitted.spec.to_dict(),
             "arch": emitted.arch,
             "family": emitted.family,
             "use": emitted.use,
@@ -258,6 +275,25 @@ def update_index(directory: Path | str) -> Path:
     path = Path(directory) / INDEX
     replace_file(path, json.dumps(entries, indent=2) + "\n")
     return path
+
+
+def _stated(kernel: Kernel) -> dict[str, Any]:
+    """A kernel's fields as a module states them: the number of its items only where that is fixed."""
+    return {name: value for name, value in dataclasses.asdict(kernel).items() if name != "fixed" or value}
+
+
+def _anatomy(spec: BlockSpec) -> str:
+    """What stands around the attention of an axis, in words."""
+    norm = {"layer": "LayerNorm", "rms": "RMSNorm", "none": "no normalisation"}[spec.norm]
+    norm += "" if spec.norm_affine else " without parameters"
+    if spec.post_norm:
+        text = f"with {'a residual and ' if spec.residual else ''}{norm} after each axis{'' if spec.residual else ' and no residual'}"
+    else:
+        text = f"with {norm} before and {'a' if spec.residual else 'no'} residual after each axis"
+    more = [f"heads of {spec.head_dim} channels"] if "head_dim" in spec.variants else []
+    more += ["a bias in the QKV product"] if spec.qkv_bias else []
+    more += [] if spec.out_bias else ["none in the output product"]
+    return "; ".join([text, ", ".join(more)] if more else [text])
 
 
 def _kernel(data: Mapping[str, Any]) -> Kernel:

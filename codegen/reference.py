@@ -1,7 +1,8 @@
 """The block in PyTorch: the float64 reference, random cases for it, and the two forms a user would run instead.
 
-One axis computes x + out(softmax(q k^T / sqrt(head_dim)) v) with q, k, v = qkv(LayerNorm(x)), along the rows (width) or
-the columns (height) of a (batch, height, width, dim) grid; a block runs its axes one after another.
+One axis computes x + out(softmax(q k^T / sqrt(head_dim)) v) with q, k, v = qkv(norm(x)), along the rows (width) or the columns
+(height) of a (batch, height, width, dim) grid; a block runs its axes one after another. With post_norm it is norm(x + out(...)), with
+q, k, v = qkv(x); without residual, x + is left out. norm is LayerNorm, RMSNorm or nothing (see BlockSpec).
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from codegen.spec import AXES, BlockSpec
+from codegen.spec import AXES, DEFAULT_EPS, BlockSpec
 
 SCORE_LIMIT = 1 << 25  # elements of the score matrix that the reference holds at once
 
@@ -27,14 +29,15 @@ def torch_dtype(spec: BlockSpec) -> torch.dtype:
 
 def parameter_shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
     """Parameter name -> shape, in the order of the state_dict and of the kernels' arguments."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for axis in spec.axes:
-        shapes[f"{axis}_norm.weight"] = (spec.dim,)
-        shapes[f"{axis}_norm.bias"] = (spec.dim,)
-        shapes[f"{axis}_qkv.weight"] = (3 * spec.dim, spec.dim)
-        shapes[f"{axis}_out.weight"] = (spec.dim, spec.dim)
-        shapes[f"{axis}_out.bias"] = (spec.dim,)
-    return shapes
+    sizes: dict[str, tuple[int, ...]] = {
+        "norm_weight": (spec.dim,),
+        "norm_bias": (spec.dim,),
+        "qkv_weight": (3 * spec.inner, spec.dim),
+        "qkv_bias": (3 * spec.inner,),
+        "out_weight": (spec.dim, spec.inner),
+        "out_bias": (spec.dim,),
+    }
+    return {f"{axis}_{name.replace('_', '.')}": sizes[name] for axis in spec.axes for name in spec.parameters}
 
 
 def random_weights(spec: BlockSpec, generator: torch.Generator | None = None) -> dict[str, Tensor]:
@@ -43,18 +46,15 @@ def random_weights(spec: BlockSpec, generator: torch.Generator | None = None) ->
     Of the block's element type, on the generator's device (the CPU without one).
     """
     device = generator.device if generator is not None else torch.device("cpu")
-    bound = 1.0 / math.sqrt(spec.dim)
     weights: dict[str, Tensor] = {}
     for name, shape in parameter_shapes(spec).items():
         draw = torch.rand(shape, generator=generator, device=device) * 2.0 - 1.0
         if name.endswith("norm.weight"):
             weights[name] = 1.0 + 0.5 * draw
-        elif name.endswith("norm.bias"):
-            weights[name] = 0.5 * draw
-        elif name.endswith("out.bias"):
+        elif name.endswith("bias"):
             weights[name] = 0.5 * draw
         else:
-            weights[name] = bound * draw
+            weights[name] = (1.0 / math.sqrt(shape[1])) * draw
     return {name: value.to(torch_dtype(spec)) for name, value in weights.items()}
 
 
@@ -69,8 +69,8 @@ def random_input(spec: BlockSpec, generator: torch.Generator | None = None, scal
 class Branch:
     """What one axis computes beside the residual, stage by stage, for sequences of L tokens.
 
-    normed, weighted, output: (sequences, L, dim), weighted with the heads side by side; q, k, v: (sequences, heads, L,
-    head_dim), q unscaled; scores (scaled), probabilities: (sequences, heads, L, L).
+    normed (what is multiplied: x itself with post_norm), output: (sequences, L, dim); weighted: (sequences, L, inner), the heads side by
+    side; q, k, v: (sequences, heads, L, head_dim), q unscaled; scores (scaled), probabilities: (sequences, heads, L, L).
     """
 
     normed: Tensor
@@ -83,17 +83,34 @@ class Branch:
     output: Tensor
 
 
+def normalise(spec: BlockSpec, axis: str, tokens: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """What the axis' norm makes of tokens (..., dim)."""
+    weight, bias = (weights.get(f"{axis}_norm.{part}") for part in ("weight", "bias"))
+    if spec.norm == "layer":
+        return F.layer_norm(tokens, (spec.dim,), weight, bias, spec.eps)
+    return F.rms_norm(tokens, (spec.dim,), weight, spec.eps) if spec.norm == "rms" else tokens
+
+
 def branch(spec: BlockSpec, axis: str, sequences: Tensor, weights: Mapping[str, Tensor]) -> Branch:
     """The stages of `axis` for `sequences` (any number, L, dim), in the dtype of its arguments; all scores are held."""
-    normed = F.layer_norm(sequences, (spec.dim,), weights[f"{axis}_norm.weight"], weights[f"{axis}_norm.bias"], spec.eps)
+    normed = sequences if spec.post_norm else normalise(spec, axis, sequences, weights)
     number, length, _ = sequences.shape
-    packed = F.linear(normed, weights[f"{axis}_qkv.weight"]).view(number, length, 3, spec.heads, spec.head_dim)
+    packed = F.linear(normed, weights[f"{axis}_qkv.weight"], weights.get(f"{axis}_qkv.bias"))
+    packed = packed.view(number, length, 3, spec.heads, spec.head_dim)
     q, k, v = (part.transpose(1, 2) for part in packed.unbind(2))
     scores = (q @ k.transpose(-1, -2)) / math.sqrt(spec.head_dim)
     probabilities = torch.softmax(scores, dim=-1)
-    weighted = (probabilities @ v).transpose(1, 2).reshape(number, length, spec.dim)
-    output = F.linear(weighted, weights[f"{axis}_out.weight"], weights[f"{axis}_out.bias"])
+    weighted = (probabilities @ v).transpose(1, 2).reshape(number, length, spec.inner)
+    output = F.linear(weighted, weights[f"{axis}_out.weight"], weights.get(f"{axis}_out.bias"))
     return Branch(normed, q, k, v, scores, probabilities, weighted, output)
+
+
+def result(spec: BlockSpec, axis: str, sequences: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """What `axis` makes of `sequences` (any number, L, dim): the branch, with residual and norm behind it where the block has them."""
+    output = branch(spec, axis, sequences, weights).output
+    if spec.residual:
+        output = sequences + output
+    return normalise(spec, axis, output, weights) if spec.post_norm else output
 
 
 def to_sequences(axis: str, grid: Tensor) -> Tensor:
@@ -122,9 +139,16 @@ def reference(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], dtype: 
     for axis in spec.axes:
         sequences = to_sequences(axis, grid)
         step = max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))
-        parts = [branch(spec, axis, part, cast).output for part in sequences.split(step)] if sequences.numel() else [sequences]
-        grid = grid + to_grid(axis, torch.cat(parts), x.shape)
+        parts = [result(spec, axis, part, cast) for part in sequences.split(step)] if sequences.numel() else [sequences]
+        grid = to_grid(axis, torch.cat(parts), x.shape)
     return grid
+
+
+def norm_layer(spec: BlockSpec) -> nn.Module:
+    """The norm of one axis, as PyTorch has it; without parameters, nothing is drawn."""
+    if spec.norm == "layer":
+        return nn.LayerNorm(spec.dim, eps=spec.eps, elementwise_affine=spec.norm_affine)
+    return nn.RMSNorm(spec.dim, eps=spec.eps, elementwise_affine=spec.norm_affine) if spec.norm == "rms" else nn.Identity()
 
 
 class Model(nn.Module):
@@ -138,20 +162,22 @@ class Model(nn.Module):
         width: int,
         dropout: float = 0.0,
         axes: tuple[str, ...] = AXES,
-        eps: float = 1e-5,
+        eps: float = DEFAULT_EPS,
+        **variants: Any,
     ) -> None:
+        """variants: the block's other fields by name, e.g. head_dim=8, norm="rms", qkv_bias=True."""
         super().__init__()
-        self.spec = BlockSpec(dim, num_heads, height, width, axes=axes, eps=eps)
+        self.spec = spec = BlockSpec(dim, num_heads, height, width, axes=axes, eps=eps, **variants)
         for axis in self.spec.axes:
-            setattr(self, f"{axis}_norm", nn.LayerNorm(dim, eps=eps))
-            setattr(self, f"{axis}_qkv", nn.Linear(dim, 3 * dim, bias=False))
-            setattr(self, f"{axis}_out", nn.Linear(dim, dim))
+            setattr(self, f"{axis}_norm", norm_layer(spec))
+            setattr(self, f"{axis}_qkv", nn.Linear(dim, 3 * spec.inner, bias=spec.qkv_bias))
+            setattr(self, f"{axis}_out", nn.Linear(spec.inner, dim, bias=spec.out_bias))
         self.dropout = nn.Dropout(dropout)
 
     @classmethod
     def from_spec(cls, spec: BlockSpec) -> Model:
         """The model of a specification, without dropout."""
-        return cls(spec.dim, spec.heads, spec.height, spec.width, axes=spec.axes, eps=spec.eps)
+        return cls(spec.dim, spec.heads, spec.height, spec.width, **{"axes": spec.axes, **spec.variants})
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention for q, k, v of (sequences, heads, L, head_dim)."""
@@ -159,22 +185,25 @@ class Model(nn.Module):
         return self.dropout(F.softmax(scores, dim=-1)) @ v
 
     def branch(self, axis: str, sequences: Tensor) -> Tensor:
-        """Everything of one axis but the residual, for sequences of (number, L, dim)."""
+        """Everything of one axis but the residual and a norm behind it, for sequences of (number, L, dim)."""
         norm, qkv, out = (getattr(self, f"{axis}_{part}") for part in ("norm", "qkv", "out"))
-        number, length, dim = sequences.shape
-        packed = qkv(norm(sequences)).view(number, length, 3, self.spec.heads, self.spec.head_dim)
+        number, length, _ = sequences.shape
+        packed = qkv(sequences if self.spec.post_norm else norm(sequences)).view(number, length, 3, self.spec.heads, self.spec.head_dim)
         q, k, v = (part.transpose(1, 2) for part in packed.unbind(2))
-        return out(self.attend(q, k, v).transpose(1, 2).reshape(number, length, dim))
+        return out(self.attend(q, k, v).transpose(1, 2).reshape(number, length, self.spec.inner))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, height, width, dim) of the parameters' dtype; any batch, height and width."""
         batch, height, width, dim = x.shape
         for axis in self.spec.axes:
             if axis == "row":
-                x = x + self.branch(axis, x.reshape(batch * height, width, dim)).reshape(batch, height, width, dim)
+                added = self.branch(axis, x.reshape(batch * height, width, dim)).reshape(batch, height, width, dim)
             else:
                 columns = self.branch(axis, x.permute(0, 2, 1, 3).reshape(batch * width, height, dim))
-                x = x + columns.reshape(batch, width, height, dim).permute(0, 2, 1, 3)
+                added = columns.reshape(batch, width, height, dim).permute(0, 2, 1, 3)
+            x = x + added if self.spec.residual else added
+            if self.spec.post_norm:
+                x = getattr(self, f"{axis}_norm")(x)
         return x
 
 

@@ -15,12 +15,17 @@ from codegen.families import Plan, plan_of
 from codegen.sequence import SequencePlan
 from codegen.spec import BlockSpec, SpecError
 from codegen.staged import StagedPlan
+from codegen.target import Target
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 
-WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias")
-"""A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight."""
+PACK_THREADS = 128
+
+WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "qkv_bias", "out_weight", "out_bias")
+"""A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight. A block has those of
+its `parameters`."""
+USUAL_WEIGHTS = BlockSpec().parameters
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class Kernel:
     arguments: the tensors it takes, in order: "x" (what its axis reads: the block's input, or y where an earlier axis has
         written), "y" (the block's output), one of WEIGHTS, or one of the source's scratch buffers. All start on 16 bytes and are
         contiguous; x and y are (batch, height, width, dim). The last argument is an int, the number of items.
-    items: what that number counts, "sequences" (batch * lines), "row_tiles" (16 tokens of a sequence, its last ones fewer) or "tokens"
-        (batch * height * width).
+    items: what that number counts, "sequences" (batch * lines), "row_tiles" (16 tokens of a sequence, its last ones fewer), "tokens"
+        (batch * height * width), or "chunks", of which there are `fixed` whatever the batch.
     items_per_block, blocks_per_group: grid.x is ceil(items / items_per_block) * blocks_per_group; the blocks of a group share items.
     threads, shared_bytes: of a block; the shared memory is dynamic.
     dependent_launch: it may be launched with programmatic stream serialization behind the kernel before it.
@@ -43,12 +48,15 @@ class Kernel:
     shared_bytes: int
     items_per_block: int
     dependent_launch: bool
-    arguments: tuple[str, ...] = ("x", "y", *WEIGHTS)
+    arguments: tuple[str, ...] = ("x", "y", *USUAL_WEIGHTS)
     items: str = "sequences"
     blocks_per_group: int = 1
+    fixed: int = 0
 
     def count(self, spec: BlockSpec, batch: int) -> int:
         """The items of a batch: the kernel's last argument."""
+        if self.fixed:
+            return self.fixed
         problem = spec.problem(self.axis)
         each = {"sequences": 1, "row_tiles": -(-problem.length // 16), "tokens": problem.length}
         return batch * problem.lines * each[self.items]
@@ -67,12 +75,21 @@ class Kernel:
 @dataclass(frozen=True)
 class Source:
     """A CUDA translation unit (device code alone), its kernels in the order of launching, and the scratch buffers that they
-    pass data in: (name, elements of the block's dtype for one image of the batch)."""
+    pass data in: (name, elements of the block's dtype) for one image of the batch, and in `packed` for all of it."""
 
     spec: BlockSpec
     text: str
     kernels: tuple[Kernel, ...]
     scratch: tuple[tuple[str, int], ...] = ()
+    packed: tuple[tuple[str, int], ...] = ()
+
+    def buffers(self, batch: int) -> dict[str, int]:
+        """Scratch buffer -> its elements for a batch."""
+        return {name: batch * elements for name, elements in self.scratch} | dict(self.packed)
+
+    def arch(self, target: Target) -> str:
+        """What to compile for: wgmma is of the architecture's own features, which other GPUs need not have (PTX ISA, sm_90a)."""
+        return f"{target.arch}a" if "wgmma" in self.text else target.arch
 
     @property
     def digest(self) -> str:
@@ -117,15 +134,18 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
     text = environment().get_template("source.cu.j2").render(spec=spec, maths=maths, **families)
     kernels: list[Kernel] = []
     scratch: dict[str, int] = {}
+    packed: dict[str, int] = {}
     for index, (axis, plan) in enumerate(plans.items()):
         if isinstance(plan, StagedPlan):
             kernels += _staged_kernels(axis, plan)
             for name, elements in plan.scratch:  # the axes run one after the other, and so can share
                 scratch[name] = max(elements, scratch.get(name, 0))
+            for name, elements in plan.packed_scratch:
+                packed[name] = max(elements, packed.get(name, 0))
         else:
             follows = index > 0
             kernels.append(_sequence_kernel(axis, plan, follows))
-    return Source(spec, text, tuple(kernels), tuple(scratch.items()))
+    return Source(spec, text, tuple(kernels), tuple(scratch.items()), tuple(packed.items()))
 
 
 def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
@@ -136,22 +156,29 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
         shared_bytes=plan.shared_bytes,
         items_per_block=plan.config.sequences,
         dependent_launch=plan.config.dependent_launch and follows,
+        arguments=("x", "y", *plan.problem.block.parameters),
     )
 
 
 def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
     used = plan.kernels
-    norm_weight, norm_bias, qkv_weight, out_weight, out_bias = WEIGHTS
     query, key, value, attended = (name for name, _ in plan.scratch)
 
     def kernel(stage: str, items: str, per_block: int, group: int, arguments: tuple[str, ...]) -> Kernel:
         threads, shared = used[stage][:2]
         return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
 
-    qkv = ("x", norm_weight, norm_bias, qkv_weight, query, key, value)
-    out = (attended, "x", "y", out_weight, out_bias)
+    read = {f"{name}_weight": f"packed_{name}" for name in plan.packed}  # by the products, instead of the weights
+    parameters = plan.problem.block.parameters
+    qkv = ("x", *(read.get(name, name) for name in parameters if not name.startswith("out")), query, key, value)
+    out = (attended, "x", "y", *(read.get(name, name) for name in parameters if name.startswith("out")))
     heads = plan.problem.block.heads
+    pack = []
+    if plan.packed:
+        chunks = sum(product.chunks for product in plan.packed.values())
+        pack = [Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, (*read, *read.values()), "chunks", fixed=chunks)]
     return [
+        *pack,
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
         kernel("attention", "sequences", 1, heads * plan.attention.groups, (query, key, value, attended)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from codegen.config import Config, tunable
 from codegen.layout import Access, Layout, stack
-from codegen.spec import AxisProblem
+from codegen.spec import AxisProblem, refusal
 from codegen.target import Target
 
 MATHS = ("ffma", "tf32x3", "fp16x3", "tf32", "bf16", "fp16")
@@ -215,7 +215,9 @@ class SequencePlan:
         c, blocks = self.config, self.config.min_blocks
         registers = min(target.registers_per_thread, target.registers_per_sm // (self.threads * blocks))
         dtype = self.problem.block.dtype
+        refused = refusal(self.problem.block)
         rules = (
+            (not refused, refused),
             (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
             (self.tensor_cores or c.weights == "stream", "ffma cannot hold weights in registers"),
             (self.tensor_cores or c.fragment == 2, "ffma needs fragment 2"),

@@ -14,6 +14,7 @@ The tunables of the three kernels are independent groups (see StagedConfig.group
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -25,16 +26,19 @@ from codegen import sequence
 from codegen.config import Config, tunable
 from codegen.layout import padded_stride
 from codegen.sequence import HALF_PARTS, RESERVED_SHARED, norm_store
-from codegen.spec import AxisProblem
+from codegen.spec import AxisProblem, refusal
 from codegen.streamed_attention import Attention
 from codegen.streamed_attention import careful as careful_attention
 from codegen.target import Target
 from codegen.tiled_product import Product
+from codegen.warpgroup_product import COLUMN_TILES, SUM_TILE, WARPS, WarpgroupProduct
 
 # The first is the one to start from: fp16x3, because TF32's sums truncate, which over a sum of 256 cost the H200 1.1e-5 of the scale.
 DTYPE_MATHS = sequence.DTYPE_MATHS | {"float32": ("fp16x3", "tf32x3", "ffma", "tf32")}
 
-_WARP_ROWS, _WARP_COLUMNS, _DOWN, _ACROSS = (1, 2, 4), (2, 3, 4, 6, 8), (1, 2, 4, 8), (1, 2, 4, 8)
+_ENGINES = ("mma", "wgmma")
+_WARP_ROWS, _WARP_COLUMNS, _DOWN, _ACROSS = (1, 2, 4), (2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8)
+_MMA_COLUMNS, _MMA_DOWN = 8, 8  # the most that mma.sync has registers and uses for
 _SUM_TILES, _STAGES, _PARTS, _BLOCKS = (16, 32, 64), (2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4)
 _PRODUCT = ("warp_rows", "warp_columns", "down", "across", "sum_tile", "stages", "parts", "blocks")
 
@@ -46,6 +50,9 @@ class StagedConfig(Config):
     family: ClassVar[str] = "staged"
 
     math: str = tunable("tf32x3", tuple(m for maths in DTYPE_MATHS.values() for m in maths), "arithmetic of the products")
+
+    qkv_engine: str = tunable("mma", _ENGINES, "QKV product: instructions, mma.sync or Hopper's wgmma", added=True)
+    out_engine: str = tunable("mma", _ENGINES, "output product: instructions, mma.sync or Hopper's wgmma", added=True)
 
     qkv_warp_rows: int = tunable(4, _WARP_ROWS, "QKV product: 16-row tiles of a warp")
     qkv_warp_columns: int = tunable(4, _WARP_COLUMNS, "QKV product: 8-column tiles of a warp")
@@ -76,8 +83,12 @@ class StagedConfig(Config):
     @classmethod
     def groups(cls) -> dict[str, tuple[str, ...]]:
         """Kernel -> its tunables, which can be tuned with the rest held. `math` is in no group: it ties the kernels together by what
-        they hand on, so a search begins with a default for each (Space.starts)."""
-        return {prefix: tuple(n for n in cls.tunables() if n.startswith(f"{prefix}_")) for prefix in ("qkv", "attn", "out")}
+        they hand on, so a search begins with a default for each (Space.starts). Nor is an engine, on which it depends what the other
+        tunables of its kernel can be: there is a start for each of these too."""
+        return {
+            prefix: tuple(n for n in cls.tunables() if n.startswith(f"{prefix}_") and not n.endswith("_engine"))
+            for prefix in ("qkv", "attn", "out")
+        }
 
 
 def _ceil(a: int, b: int) -> int:
@@ -134,9 +145,16 @@ class StagedPlan:
         """log2(e) / sqrt(head_dim): softmax is computed in powers of two."""
         return math.log2(math.e) / math.sqrt(self.head_dim)
 
-    def _product(self, group: str, sum: int, columns: int, fragment: int, copy: int) -> Product:
+    def _product(self, group: str, sum: int, columns: int, fragment: int, copy: int) -> Product | WarpgroupProduct:
         c = self.config
         tile = getattr(c, f"{group}_sum_tile")
+        if getattr(c, f"{group}_engine") == "wgmma":
+            warp_columns, down, stages, parts, blocks = (
+                getattr(c, f"{group}_{n}") for n in ("warp_columns", "down", "stages", "parts", "blocks")
+            )
+            run = self._run(warp_columns) if group == "out" else 2
+            padded = _ceil(sum, SUM_TILE) * SUM_TILE
+            return WarpgroupProduct(max(1, self.parts), warp_columns, down, stages, parts, blocks, padded, columns, copy, run)
         page = 128
         if group == "qkv":
             page = _page(self.parts, fragment, 4 if self.dim % 4 == 0 else 2)
@@ -144,8 +162,13 @@ class StagedPlan:
         shape["warps_across"] = shape.pop("across")
         return Product(
             math=c.math, sum=_ceil(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page,
-            per_word=4 // self.problem.block.itemsize, **shape,
+            per_word=4 // self.problem.block.itemsize, run=self._run(shape["warp_columns"]) if group == "out" else 2, **shape,
         )  # fmt: skip
+
+    def _run(self, warp_columns: int) -> int:
+        """Channels of y that a lane reads and writes at once: 16 bytes where the column tiles of a warp and the channels divide so."""
+        most = 16 // self.problem.block.itemsize
+        return next((n for n in (8, 4) if n <= most and warp_columns % (n // 2) == 0 and self.dim % n == 0), 2)
 
     def _copy(self, run: int) -> int:
         """Weights of one asynchronous copy, of up to 16 bytes, where `run` of them lie in one piece."""
@@ -153,12 +176,12 @@ class StagedPlan:
         return next(n for n in (8, 4, 2, 1) if n <= most and run % n == 0)
 
     @cached_property
-    def qkv(self) -> Product:
+    def qkv(self) -> Product | WarpgroupProduct:
         fragment = 2 if self.config.math == "ffma" else 4
         return self._product("qkv", self.dim, 3 * self.inner, fragment, self._copy(self.dim))
 
     @cached_property
-    def out(self) -> Product:
+    def out(self) -> Product | WarpgroupProduct:
         return self._product("out", self.inner, self.dim, 2, self._copy(self.head_dim))
 
     @property
@@ -179,6 +202,17 @@ class StagedPlan:
         elements = self.problem.lines * self.tiles * 16 * self.inner
         return tuple((name, elements) for name in ("query", "key", "value", "attended"))
 
+    @property
+    def packed(self) -> dict[str, WarpgroupProduct]:
+        """Of "qkv" and "out", the products whose weights are packed before they are multiplied."""
+        return {name: p for name, p in (("qkv", self.qkv), ("out", self.out)) if isinstance(p, WarpgroupProduct)}
+
+    @property
+    def packed_scratch(self) -> tuple[tuple[str, int], ...]:
+        """(name, elements of the block's type) of the packed weights, whatever the batch: a word holds the two parts of a float32 weight
+        or two of 16 bits."""
+        return tuple((f"packed_{name}", p.packed * 4 // self.problem.block.itemsize) for name, p in self.packed.items())
+
     @cached_property
     def kernels(self) -> dict[str, tuple[int, int, int, int]]:
         """Kernel -> threads of a block, bytes of shared memory, blocks asked for on a multiprocessor, registers estimated."""
@@ -191,7 +225,8 @@ class StagedPlan:
 
     @property
     def _norm_registers(self) -> int:
-        return 64 + 2 * _ceil(self.qkv.sum, 32)
+        pairs = self.qkv.norm_pairs if isinstance(self.qkv, WarpgroupProduct) else 1
+        return 64 + 2 * pairs * _ceil(self.qkv.sum, 32) if pairs == 1 else 48 + 2 * pairs * 4 * _ceil(self.qkv.sum, 128)
 
     @property
     def shared_bytes(self) -> int:
@@ -214,7 +249,9 @@ class StagedPlan:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
         c = self.config
         dtype = self.problem.block.dtype
-        rules = [(c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}")]
+        refused = refusal(self.problem.block)
+        rules = [(not refused, refused)]
+        rules += [(c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}")]
         for name, (threads, shared, blocks, registers) in self.kernels.items():
             most = min(target.registers_per_thread, target.registers_per_sm // (threads * blocks))
             rules += [
@@ -232,23 +269,50 @@ class StagedPlan:
             ]
         for group, product in (("qkv", self.qkv), ("out", self.out)):
             column_tiles = _ceil(product.all_columns, product.columns)
+            rules += self._engine_rules(group, target)
             rules += [
                 (product.parts <= column_tiles, f"{group}_parts {product.parts} exceeds {column_tiles} column tiles"),
-                (product.sum_tile == 16 or product.sum_tile <= 2 * self.dim, f"{group}_sum_tile {product.sum_tile} adds zeros alone"),
+                (
+                    product.sum_tile == 16 or product.sum_tile <= 2 * self.dim or group in self.packed,
+                    f"{group}_sum_tile {product.sum_tile} adds zeros alone",
+                ),
             ]
         rules += self.attention.rules()
         return [reason for holds, reason in rules if not holds]
 
+    def _engine_rules(self, group: str, target: Target) -> list[tuple[bool, str]]:
+        """What the instructions of a product ask of its tunables."""
+        engine, rows, columns, down, across, sum_tile = (
+            getattr(self.config, f"{group}_{name}") for name in ("engine", "warp_rows", "warp_columns", "down", "across", "sum_tile")
+        )
+        if engine == "mma":
+            return [
+                (columns <= _MMA_COLUMNS, f"{group}_warp_columns {columns} exceeds {_MMA_COLUMNS} of mma"),
+                (down <= _MMA_DOWN, f"{group}_down {down} exceeds {_MMA_DOWN} of mma"),
+            ]
+        return [
+            (target.warpgroup_products, f"{group}: {target.arch} has no wgmma"),
+            (self.half, f"{group}: wgmma multiplies 16-bit operands, not those of {self.config.math}"),
+            (rows == 1, f"{group}_warp_rows {rows}: a warp has one row tile of a warpgroup's product"),
+            (across == 1, f"{group}_across {across}: all columns of a block are one warpgroup's"),
+            (down % WARPS == 0, f"{group}_down {down}: a warpgroup is {WARPS} warps"),
+            (columns in COLUMN_TILES, f"{group}_warp_columns {columns} is not of wgmma: {', '.join(map(str, COLUMN_TILES))}"),
+            (sum_tile == SUM_TILE, f"{group}_sum_tile {sum_tile}: a row of wgmma's operands is {SUM_TILE}"),
+        ]
 
-def default(problem: AxisProblem, target: Target, math: str | None = None) -> StagedConfig | None:
+
+def default(problem: AxisProblem, target: Target, math: str | None = None, engine: str | None = None) -> StagedConfig | None:
     """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal.
 
-    math: of the element type's arithmetics, the first of DTYPE_MATHS that has a legal one unless given.
+    math: of the element type's arithmetics, the first of DTYPE_MATHS that has a legal one unless given. engine: of both products; wgmma
+    where there is much to multiply and few zeros, unless given.
     """
     if math is None:
-        return next((found for m in DTYPE_MATHS[problem.block.dtype] if (found := default(problem, target, m)) is not None), None)
+        found = (default(problem, target, m, engine) for m in DTYPE_MATHS[problem.block.dtype])
+        return next((config for config in found if config is not None), None)
     chosen: dict[str, Any] = {}
-    for careful in (_careful_product(problem, "qkv"), careful_attention(problem, math), _careful_product(problem, "out")):
+    products = [_careful_product(problem, group, math, engine, target) for group in ("qkv", "out")]
+    for careful in (products[0], careful_attention(problem, math), products[1]):
         for candidate in careful:
             config = StagedConfig(math=math, **{**_FRUGAL, **chosen, **candidate})
             prefix = next(iter(candidate)).split("_")[0]
@@ -260,6 +324,18 @@ def default(problem: AxisProblem, target: Target, math: str | None = None) -> St
             return None
     config = StagedConfig(math=math, **chosen)
     return None if StagedPlan(problem, config).reasons(target) else config
+
+
+def alternatives(problem: AxisProblem, target: Target, math: str) -> list[StagedConfig]:
+    """Other configurations to start from than the default: the engines of the two products in every combination."""
+    by_engine = {engine: default(problem, target, math, engine) for engine in _ENGINES}
+    found = []
+    for qkv, out in itertools.product(reversed(_ENGINES), repeat=2):
+        first, second = by_engine[qkv], by_engine[out]
+        if first is not None and second is not None:
+            values = {name: getattr(second, name) for name in StagedConfig.tunables() if name.startswith("out_")}
+            found.append(dataclasses.replace(first, **values))
+    return found
 
 
 _FRUGAL: dict[str, Any] = {
@@ -274,7 +350,38 @@ _FRUGAL: dict[str, Any] = {
 }
 
 
-def _careful_product(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]:
+def _careful_product(problem: AxisProblem, group: str, math: str, engine: str | None, target: Target) -> Iterator[dict[str, Any]]:
+    """Candidates from fast to frugal, of the engine or, without one, of that which suits."""
+    if engine == "wgmma" or (engine is None and target.warpgroup_products and math in HALF_PARTS and _much(problem, group)):
+        yield from _careful_warpgroups(problem, group, target)
+    if engine != "wgmma":
+        yield from _careful_tiles(problem, group)
+
+
+def _much(problem: AxisProblem, group: str) -> bool:
+    """Whether a product fills a large GPU with warpgroups' tiles that are hardly padded."""
+    return problem.sequences * problem.length >= 8192 and 3 * _ceil(problem.block.dim, SUM_TILE) * SUM_TILE <= 4 * problem.block.dim
+
+
+def _careful_warpgroups(problem: AxisProblem, group: str, target: Target) -> Iterator[dict[str, Any]]:
+    """128 rows, in two blocks of two warpgroups on a multiprocessor where shared memory allows that; then fewer of everything."""
+    rows = problem.sequences * _ceil(problem.length, 16)
+    all_columns = 3 * problem.block.dim if group == "qkv" else problem.block.dim
+    shapes = (
+        (8, 16, 3, 2), (8, 12, 3, 2), (8, 8, 3, 2), (8, 16, 4, 1), (8, 16, 3, 1), (8, 12, 3, 1), (8, 8, 3, 1),
+        (4, 16, 3, 1), (4, 12, 3, 1), (4, 8, 3, 1), (4, 8, 2, 1),
+    )  # fmt: skip
+    for down, warp_columns, stages, blocks in shapes:
+        column_tiles = _ceil(all_columns, 8 * warp_columns)
+        if warp_columns > 8 and 3 * column_tiles * 8 * warp_columns > 4 * all_columns:
+            continue  # a third more columns than there are
+        few = max(1, target.sms * blocks * down // rows)  # parts that fill the GPU
+        parts = max(p for p in _PARTS if p <= min(few, column_tiles))
+        values = (1, warp_columns, down, 1, SUM_TILE, stages, parts, blocks)
+        yield {f"{group}_engine": "wgmma"} | {f"{group}_{name}": value for name, value in zip(_PRODUCT, values, strict=True)}
+
+
+def _careful_tiles(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]:
     """Candidates from fast to frugal: 64 rows, in two blocks of four warps on a multiprocessor, so that one multiplies while the other
     normalises or waits, or else in one of eight; fewer rows where shared memory or the rows are few."""
     rows = problem.sequences * _ceil(problem.length, 16)  # row tiles in all

@@ -33,8 +33,8 @@ class Attention:
     """Attention as one kernel computes it; sizes and offsets in words.
 
     warps: of a block, each with `rows` row tiles of 16 queries; key_tile: keys of a step; stages: buffers of such a tile, or 1 for one
-    of all keys; sums: of weights, "add" or "product"; polynomial: of eight exponentials; tiles: row tiles of a sequence; row_tile: words of one
-    for a head, here and in scratch.
+    of all keys; sums: of weights, "add" or "product"; polynomial: of eight exponentials; tiles: row tiles of a sequence; row_tile: words of
+    one for a head, here and in scratch.
     """
 
     math: str

@@ -36,6 +36,11 @@ class Target:
         return int(self.arch[3:])
 
     @property
+    def warpgroup_products(self) -> bool:
+        """wgmma (PTX ISA, target sm_90a) is of this architecture alone."""
+        return self.number == 90
+
+    @property
     def dependent_launch(self) -> bool:
         """Programmatic dependent launch (griddepcontrol, PTX ISA 7.8) exists from sm_90 on."""
         return self.number >= 90

@@ -16,7 +16,7 @@ class Product:
 
     sum: the padded length of the sum, a multiple of sum_tile; all_columns: of the result; copy: elements of one asynchronous copy
     (fewer than per_word: they are not copied asynchronously); page: words from one page of operand A to the next; per_word: weights in a
-    word.
+    word; run: neighbouring columns of the result that a lane has.
     """
 
     math: str
@@ -34,6 +34,7 @@ class Product:
     fragment: int
     page: int
     per_word: int
+    run: int = 2
 
     @property
     def row_tiles(self) -> int:

@@ -75,7 +75,7 @@ def on_cpu(path: Path) -> ModuleType:
 def pair(module: ModuleType, spec: BlockSpec = SPEC, *, dropout: float = 0.0, device: str = "cpu") -> tuple[nn.Module, nn.Module]:
     """The reference and the emitted model with equal, non-trivial weights."""
     arguments = (spec.dim, spec.heads, spec.height, spec.width)
-    expected = Model(*arguments, dropout=dropout, axes=spec.axes, eps=spec.eps)
+    expected = Model(*arguments, dropout=dropout, **{"axes": spec.axes, **spec.variants})
     expected.load_state_dict(random_weights(spec, torch.Generator().manual_seed(0)), strict=True)
     got = module.ModelNew(*arguments, dropout=dropout)
     got.load_state_dict(expected.state_dict(), strict=True)

@@ -139,7 +139,7 @@ def options(tmp_path: Path, spec: BlockSpec = SPEC, **more) -> TuneOptions:
     """Options for one family; test_families.py has both."""
     base = {"spec": spec, "target": target("sm_90"), "out": tmp_path, "trials": 8, "command": "python cli.py tune"}
     made = TuneOptions(**{**base, "fixed": {"family": "sequence"}, **more})
-    return TuneOptions(**{**made.__dict__, "records": Records(records_file(made, predicted=False))})
+    return TuneOptions(**{**made.__dict__, **({} if "records" in more else {"records": Records(records_file(made, predicted=False))})})
 
 
 def run(tmp_path: Path, backend: FakeBackend, **more) -> tuple[TuneResult, Silent]:

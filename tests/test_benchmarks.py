@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchmarks import compare as command
@@ -27,6 +29,7 @@ from benchmarks.rival import compile_all, fastest
 from benchmarks.run import Plan, compare, find_modules, tune_command
 from benchmarks.table import COMPARISON, comparison, floor_table, insert
 from codegen.module import Provenance, write_module
+from codegen.reference import reference
 from codegen.render import render
 from codegen.sequence import default
 from codegen.spec import BlockSpec, SpecError
@@ -582,3 +585,33 @@ def test_stamps_stand_at_each_stages_end_and_compile() -> None:
     two = BlockSpec(16, 2, 5, 7)
     with pytest.raises(SpecError, match="only the sequence family"):
         stamped(render(two, {axis: both for axis in two.axes}))
+
+
+def test_kernels_of_a_configuration_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a launcher that computes on the CPU and a clock that gives each kernel its number."""
+    from benchmarks import kernels
+
+    spec = BlockSpec(dim=32, heads=2, height=3, width=16, batch=1, axes=("row",))
+
+    class Launcher:
+        def __init__(self, source, cubin) -> None:
+            self.spec = source.spec
+
+        def bind(self, x, weights, y):
+            def forward(only: int | None = None) -> None:
+                y.copy_(reference(self.spec, x, weights))
+
+            return forward
+
+    def measure(forwards):
+        only = getattr(forwards[0], "args", None)
+        return Timing(10.0 if only is None else float(only[0]), 0.0, 0.0, 0.0)
+
+    monkeypatch.setattr("tuner.launch.Loaded", Launcher)
+    monkeypatch.setattr("tuner.measure.measure", measure)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    found = kernels.line(spec, target("sm_90"), "family=staged qkv_engine=mma")
+    assert re.fullmatch(r" +10\.0 all  row_qkv 0\.0  row_attention 1\.0  row_out 2\.0  error [0-9.e-]+", found), found
+    with pytest.raises(SpecError, match="is not of wgmma"):
+        kernels.line(spec, target("sm_90"), "qkv_engine=wgmma qkv_warp_columns=2")

@@ -13,8 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import cli
+import emitted
 import tuner.predicted_backend
 from codegen.module import read_module
+from codegen.spec import BlockSpec
 from fake_backend import InstantCompilers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,6 +165,23 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_verify_accepts_the_tuned_module(call, tuned: Path) -> None:
     code, text = call("verify", str(tuned))
     assert code == 0 and "agrees with the float64 reference" in text
+
+
+def test_verify_takes_a_large_module_in_parts(call, tmp_path: Path, monkeypatch) -> None:
+    path = emitted.write(tmp_path, BlockSpec(16, 2, 16, 12, batch=3))
+
+    def verify(limit: int) -> tuple[int, str]:
+        monkeypatch.setattr(tuner.predicted_backend, "EMULATED_MULTIPLICATIONS", limit)
+        return call("verify", str(path))
+
+    code, text = verify(200_000)
+    assert code == 0 and "each axis alone on a few sequences" in text, text
+    code, text = verify(10)
+    assert code == 2 and "too large for the emulator: verify it with --on gpu" in text
+    source = read_module(path).source.text
+    path.write_text(path.read_text().replace(source, source.replace("// The block", "// This block")))
+    code, text = verify(200_000)
+    assert code == 2 and "of another version" in text
 
 
 def test_verify_names_the_stage_of_a_planted_fault(call, tuned: Path, tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def test_render_takes_the_family_that_its_settings_name() -> None:
     assert [kernel.name for kernel in source_of(SMALL, TARGET, ["family=staged"]).kernels][0] == "axial_row_qkv"
     assert [kernel.name for kernel in source_of(SMALL, TARGET, ["attn_stages=3"]).kernels][1] == "axial_row_attention"
     assert [kernel.name for kernel in source_of(SMALL, TARGET, []).kernels] == ["axial_row"]
-    assert len(source_of(WIDE, TARGET, []).kernels) == 3
+    packing = [kernel.name for kernel in source_of(WIDE, TARGET, []).kernels]
+    assert packing == [f"axial_row_{stage}" for stage in ("pack", "qkv", "attention", "out")]
+    assert len(source_of(WIDE, TARGET, ["qkv_engine=mma", "out_engine=mma"]).kernels) == 3
 
 
 def staged_cost(config: Config) -> float:
@@ -66,7 +68,7 @@ def test_the_faster_family_wins_and_its_groups_are_tuned_one_after_the_other(tmp
     winner = result.choice.winner.candidate.configs["row"]
     assert isinstance(winner, StagedConfig) and winner.math == "tf32x3"
     groups = StagedConfig.groups()
-    assert sorted(("math", *sum(groups.values(), ()))) == sorted(StagedConfig.tunables())
+    assert sorted(("math", "qkv_engine", "out_engine", *sum(groups.values(), ()))) == sorted(StagedConfig.tunables())
     asked = backend.configs
     assert len({config.math for config in asked}) == 3, "a default of each arithmetic is tried"
     for names in groups.values():  # what the other two were held at while this one varied

@@ -403,21 +403,24 @@ def test_the_real_compiler_builds_and_loads_modules(path: Path, tmp_path: Path) 
     for name in ("libc10_cuda.so", "libtorch_cuda.so"):
         subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", f"-Wl,-soname,{name}", "stub.c", "-o", name], cwd=stubs, check=True)
     second = emitted.write(tmp_path / "zweites Modul", BlockSpec(dim=24, heads=3, height=4, width=9, dtype="bfloat16", axes=("col",)))
-    spec = BlockSpec(dim=24, heads=3, height=4, width=20, dtype="float16", axes=("row",))
-    start = staged_default(spec.problem("row"), target_of("sm_90"))
-    assert start is not None
-    staged: dict[str, Config] = {"row": start}
-    third = write_module(tmp_path / "staged", render(spec, staged), staged, emitted.PREDICTED, target_of("sm_90"))
-    program = REAL.format(root=str(HERE.parent), stubs=str(stubs), toolkit=TOOLKIT, paths=[str(path), str(second), str(third), str(path)])
+    staged = []
+    for dim, engine in ((24, "mma"), (256, "wgmma")):
+        spec = BlockSpec(dim=dim, heads=dim // 8, height=4, width=20, dtype="float16", axes=("row",))
+        start = staged_default(spec.problem("row"), target_of("sm_90"), "fp16", engine)
+        assert start is not None
+        configs: dict[str, Config] = {"row": start}
+        staged.append(write_module(tmp_path / "staged", render(spec, configs), configs, emitted.PREDICTED, target_of("sm_90")))
+    paths = list(map(str, (path, second, *staged, path)))
+    program = REAL.format(root=str(HERE.parent), stubs=str(stubs), toolkit=TOOLKIT, paths=paths)
     environment = {
         "PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "ein Heim"), "TORCH_CUDA_ARCH_LIST": "8.9+PTX",
         "LIBRARY_PATH": str(stubs), "LD_LIBRARY_PATH": f"{stubs}:{TOOLKIT}/lib64",
     }  # fmt: skip
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.stdout.splitlines() == ["True 11", "True 6", "True 6", "True 11"], done.stderr
+        assert done.stdout.splitlines() == ["True 11", "True 6", "True 6", "True 6", "True 11"], done.stderr
     built = sorted((tmp_path / "ein Heim" / ".cache" / "axialtune").glob("*.so"))
-    assert len(built) == 3
+    assert len(built) == 4
     for library in built:
         machine_code = {arch for arch in (b"sm_75", b"sm_80", b"sm_89", b"sm_90") if arch in library.read_bytes()}
         assert machine_code <= {b"sm_90"}

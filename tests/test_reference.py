@@ -12,15 +12,17 @@ from torch import Tensor
 
 from codegen import reference as ref
 from codegen.spec import AXES, BlockSpec
+from variants import EACH
 
 SPECS = st.builds(
-    lambda heads, head_dim, height, width, batch, axes: BlockSpec(heads * head_dim, heads, height, width, batch, axes=axes),
+    lambda heads, head_dim, height, width, batch, axes, more: BlockSpec(heads * head_dim, heads, height, width, batch, axes=axes, **more),
     st.integers(1, 3),
     st.integers(1, 12),
     st.integers(1, 7),
     st.integers(1, 7),
     st.integers(1, 2),
     st.sampled_from([("row",), ("col",), AXES]),
+    st.sampled_from([{}, *EACH.values()]),
 )
 
 
@@ -31,27 +33,41 @@ def generator(seed: int = 0) -> torch.Generator:
 def by_loops(spec: BlockSpec, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
     """The block from its definition, one token and head at a time, sharing nothing with the reference."""
     y = x.double()
+    no_bias = torch.zeros(3 * spec.inner, dtype=torch.float64)
     for axis in spec.axes:
-        gain, bias, qkv, out, out_bias = (
-            weights[f"{axis}_{name}"].double() for name in ("norm.weight", "norm.bias", "qkv.weight", "out.weight", "out.bias")
-        )
+        gain, shift, qkv, qkv_bias, out, out_bias = (
+            weights[f"{axis}_{name}"].double() if f"{axis}_{name}" in weights else neutral
+            for name, neutral in (
+                ("norm.weight", 1.0), ("norm.bias", 0.0), ("qkv.weight", None), ("qkv.bias", no_bias),
+                ("out.weight", None), ("out.bias", 0.0),
+            )
+        )  # fmt: skip
+        assert isinstance(qkv, Tensor) and isinstance(qkv_bias, Tensor) and isinstance(out, Tensor)
+
+        def norm(tokens: Tensor, gain: Tensor | float = gain, shift: Tensor | float = shift) -> Tensor:
+            if spec.norm == "none":
+                return tokens
+            centred = tokens - (tokens.mean(1, keepdim=True) if spec.norm == "layer" else 0.0)
+            return centred / (centred.pow(2).mean(1, keepdim=True) + spec.eps).sqrt() * gain + shift
+
         result = y.clone()
         lines = [(b, i) for b in range(y.shape[0]) for i in range(spec.problem(axis).lines)]
         for b, i in lines:
             line = y[b, i] if axis == "row" else y[b, :, i]
-            mean = line.mean(1, keepdim=True)
-            normed = (line - mean) / ((line - mean).pow(2).mean(1, keepdim=True) + spec.eps).sqrt() * gain + bias
-            q, k, v = (normed @ qkv[part * spec.dim : (part + 1) * spec.dim].T for part in range(3))
+            normed = line if spec.post_norm else norm(line)
+            parts = [slice(part * spec.inner, (part + 1) * spec.inner) for part in range(3)]
+            q, k, v = (normed @ qkv[part].T + qkv_bias[part] for part in parts)
             heads = []
             for head in range(spec.heads):
                 s = slice(head * spec.head_dim, (head + 1) * spec.head_dim)
                 powers = torch.exp(q[:, s] @ k[:, s].T / math.sqrt(spec.head_dim))
                 heads.append(powers @ v[:, s] / powers.sum(1, keepdim=True))
-            added = torch.cat(heads, 1) @ out.T + out_bias
+            line = torch.cat(heads, 1) @ out.T + out_bias + (line if spec.residual else 0.0)
+            line = norm(line) if spec.post_norm else line
             if axis == "row":
-                result[b, i] += added
+                result[b, i] = line
             else:
-                result[b, :, i] += added
+                result[b, :, i] = line
         y = result
     return y
 
@@ -64,10 +80,11 @@ def test_reference_equals_the_definition(spec: BlockSpec, seed: int) -> None:
     torch.testing.assert_close(ref.reference(spec, x, weights), by_loops(spec, x, weights), rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("variant", ["", *EACH])
 @pytest.mark.parametrize("form", [ref.Model, ref.ModelSDPA])
 @pytest.mark.parametrize("axes", [("row",), ("col",), AXES])
-def test_pytorch_forms_equal_the_reference(form: type[ref.Model], axes: tuple[str, ...]) -> None:
-    spec = BlockSpec(12, 3, 5, 7, 2, axes=axes, eps=1e-3)
+def test_pytorch_forms_equal_the_reference(form: type[ref.Model], axes: tuple[str, ...], variant: str) -> None:
+    spec = BlockSpec(12, 3, 5, 7, 2, axes=axes, **{"eps": 1e-3, **EACH.get(variant, {})} if variant != "no norm" else EACH[variant])
     g = generator()
     weights, x = ref.random_weights(spec, g), ref.random_input(spec, g)
     model = form.from_spec(spec).double()
@@ -87,6 +104,17 @@ def test_parameters_are_drawn_in_order_with_the_usual_names() -> None:
     assert list(state) == list(expected)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == ref.parameter_shapes(model.spec)
+
+
+def test_parameters_of_a_variant_are_drawn_in_order() -> None:
+    torch.manual_seed(42)
+    model = ref.Model(8, 2, 3, 3, axes=("row",), head_dim=5, qkv_bias=True, out_bias=False, norm="rms", eps=1e-3)
+    torch.manual_seed(42)
+    parts = {"norm": torch.nn.RMSNorm(8, 1e-3), "qkv": torch.nn.Linear(8, 30), "out": torch.nn.Linear(10, 8, bias=False)}
+    expected = {f"row_{part}.{name}": tensor for part, module in parts.items() for name, tensor in module.state_dict().items()}
+    state = model.state_dict()
+    assert list(state) == list(expected) == list(ref.parameter_shapes(model.spec))
+    assert all(torch.equal(state[name], expected[name]) for name in expected) and model.row_norm.eps == 1e-3
 
 
 def test_sequences_are_split_without_changing_the_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -15,6 +18,7 @@ from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
 from fake_backend import FakeBackend, cost
 from tuner.search import Known, Search, SearchOptions
+from tuner.session import Request, storage_of
 from tuner.space import Space, space
 
 TWELVE = dict(
@@ -194,6 +198,23 @@ def test_a_storage_that_is_no_database_is_one_clear_error(tmp_path) -> None:
     (tmp_path / "x.db").write_text("not a database, " * 100)
     with pytest.raises(SpecError, match="storage"):
         Search(row_space(), options(3, storage=f"sqlite:///{tmp_path / 'x.db'}"))
+
+
+def test_choosing_the_storage_keeps_the_locks_that_this_process_holds_on_it(tmp_path, monkeypatch) -> None:
+    """POSIX drops all locks of a process on a file when it closes any descriptor of it; two tunes at once then write over each other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    request = Request(BlockSpec(), tmp_path)
+    first = storage_of(request)
+    assert first is not None
+    file = first.removeprefix("sqlite:///")
+    holder = sqlite3.connect(file, isolation_level=None)
+    holder.execute("create table t (x)")
+    holder.execute("begin exclusive")
+    assert storage_of(request) == first
+    write = f"import sqlite3; sqlite3.connect({file!r}, timeout=0).execute('insert into t values (1)')"
+    other = subprocess.run([sys.executable, "-c", write], capture_output=True, text=True)
+    assert "database is locked" in other.stderr
+    holder.close()
 
 
 def test_a_study_name_is_plain() -> None:

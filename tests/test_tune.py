@@ -13,7 +13,7 @@ from codegen.library import LibraryConfig
 from codegen.module import read_module
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
-from fake_backend import HERE, SPEC, FakeBackend, InstantCompilers, options, run
+from fake_backend import HERE, SPEC, FakeBackend, InstantCompilers, cost, options, run
 from tuner.deliver import deliver, records_file
 from tuner.finals import choose_measured, combinations, prefer_predicted
 from tuner.predicted_backend import PredictedBackend, emulated
@@ -94,6 +94,17 @@ def test_an_interrupt_writes_the_best_so_far_marked_partial(tmp_path: Path, at: 
         pairs = [c for c in backend.asked if len(c.configs) == 2]
         best = min((c for c in backend.configs[:5]), key=lambda config: backend._timing(Candidate(SPEC, {"row": config})).device)
         assert pairs[0].configs["row"] == best
+
+
+def test_an_interrupted_run_leaves_the_module_of_a_whole_one_alone(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path, FakeBackend(salt=3))
+    assert whole.delivery is not None
+    before = whole.delivery.path.read_text()
+    for _ in range(2):
+        result, _ = run(tmp_path, FakeBackend(salt=3, interrupt_at=(4,)), resume=False)
+        assert result.exit_code == 130 and result.delivery is not None
+        assert result.delivery.path.name == f"{whole.delivery.path.stem}_partial.py"
+    assert whole.delivery.path.read_text() == before and len(list(tmp_path.glob("*.py"))) == 2
 
 
 def test_an_interrupt_while_the_module_is_built_writes_it_as_partial(tmp_path: Path) -> None:
@@ -277,3 +288,27 @@ def test_a_block_too_large_for_the_emulator_says_that_it_was_not_run() -> None:
     configs = {axis: here.start for axis, here in preferred(spaces(spec, target_)).items()}
     outcome = PredictedBackend(target_, compilers=InstantCompilers()).confirm(Candidate(spec, configs))  # type: ignore[arg-type]
     assert outcome.ok and outcome.error is None
+
+
+def test_columns_begin_with_what_is_best_for_rows(tmp_path: Path) -> None:
+    backend = FakeBackend(salt=1)
+    run(tmp_path, backend, spec=BlockSpec(dim=32, heads=2, height=32, width=32, batch=2))
+    rows, columns = ([c.configs[axis] for c in backend.asked if tuple(c.configs) == (axis,)] for axis in ("row", "col"))
+    best = min(rows, key=lambda config: cost(config, salt=1))
+    assert best != rows[0] and columns[1] == best  # after the default
+
+
+def test_nothing_is_measured_twice_without_storage_or_records(tmp_path: Path) -> None:
+    backend = FakeBackend()
+    run(tmp_path, backend, spec=BlockSpec(dim=32, heads=2, height=32, width=32, batch=2), fixed={}, records=None, resume=False, trials=6)
+    asked = [tuple(candidate.configs.items()) for candidate in backend.asked if len(candidate.configs) == 1]
+    assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("family", ["sequence", "staged"])
+def test_the_default_is_the_first_trial_of_each_axis(tmp_path: Path, family: str) -> None:
+    backend = FakeBackend()
+    run(tmp_path, backend, fixed={"family": family}, trials=6)
+    for axis in ("row", "col"):
+        first = next(c.configs[axis] for c in backend.asked if tuple(c.configs) == (axis,))
+        assert first == spaces(SPEC, target("sm_90"))[axis][family].start

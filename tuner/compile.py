@@ -108,7 +108,7 @@ class Compilers:
         try:
             if self._closed:
                 raise CompileCrash("the compilers were closed")
-            answer = worker.call((source.text, self.target.arch), self.timeout)
+            answer = worker.call((source.text, source.arch(self.target)), self.timeout)
         except WorkerTimeout:
             raise CompileTimeout(f"the compiler did not return within {self.timeout:g} s") from None
         except HandlerError as error:

@@ -36,6 +36,7 @@ KINDS = {
     "race": "data race",
     "block_conflict": "conflict between blocks",
     "previous_kernel": "race with the previous kernel",
+    "protocol": "misuse of an asynchronous unit",
     "divergence": "divergent barrier or warp collective",
     "deadlock": "deadlock",
     "overflow": "integer overflow",
@@ -242,6 +243,7 @@ def _regions(source: Source, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[
         tensors.append(tensor)
     regions.append(_Region("y", tuple(x.shape), True, spec.itemsize))
     regions += (_Region(name, (x.shape[0], elements), True, spec.itemsize) for name, elements in source.scratch)
+    regions += (_Region(name, (elements,), True, spec.itemsize) for name, elements in source.packed)
     return regions, tensors
 
 

@@ -15,7 +15,7 @@ from codegen.render import Source
 from codegen.spec import SpecError
 
 RUNTIME = Path(__file__).resolve().parent / "emulator"
-UNITS = ("main.cpp", "fibers.cpp", "collectives.cpp", "copies.cpp", "memory.cpp", "report.cpp")
+UNITS = ("main.cpp", "fibers.cpp", "collectives.cpp", "copies.cpp", "warpgroup.cpp", "memory.cpp", "report.cpp")
 HEADERS = ("runtime.h", "fibers.h")
 HEADER = "cuda_host.h"
 SOURCE_NAME = "kernel.cu"  # how the compiler and the debug information call the emulated source

@@ -45,7 +45,7 @@ class Loaded:
     """
 
     def __init__(self, source: Source, cubin: bytes) -> None:
-        self.spec, self.kernels, self.scratch = source.spec, source.kernels, source.scratch
+        self.spec, self.kernels, self._buffers = source.spec, source.kernels, source.buffers
         torch.cuda.current_stream()  # torch's context exists and is current in this thread
         torch.empty(1, device="cuda")
         self._module = _check(driver.cuModuleLoadData(cubin), "loading the compiled code")
@@ -68,8 +68,9 @@ class Loaded:
             driver.cuModuleUnload(self._module)
             self._module = None
 
-    def bind(self, x: Tensor, weights: Mapping[str, Tensor], y: Tensor, scratch: Mapping[str, Tensor] | None = None) -> Callable[[], None]:
-        """A forward that reads x and writes y, on whatever stream is torch's current when it is called.
+    def bind(self, x: Tensor, weights: Mapping[str, Tensor], y: Tensor, scratch: Mapping[str, Tensor] | None = None) -> Callable[..., None]:
+        """A forward that reads x and writes y, on whatever stream is torch's current when it is called; forward(i) launches the i-th
+        of its kernels alone.
 
         All of the block's element type, contiguous, on the GPU: x and y (batch, height, width, dim), weights by the block's
         parameter names, scratch buffers by theirs (allocated here if None).
@@ -79,13 +80,13 @@ class Loaded:
         if not all(t.is_cuda and t.is_contiguous() and t.dtype == dtype for t in tensors):
             raise ValueError(f"x, y and weights must be contiguous {self.spec.dtype} CUDA tensors")
         if scratch is None:
-            scratch = {name: torch.empty(x.shape[0] * elements, device=x.device, dtype=dtype) for name, elements in self.scratch}
+            scratch = {name: torch.empty(n, device=x.device, dtype=dtype) for name, n in self._buffers(x.shape[0]).items()}
         named = {"x": x, "y": y, **weights, **scratch}
         launches = [self._launch(index, named) for index in range(len(self.kernels))] if x.shape[0] else []
 
-        def forward() -> None:
+        def forward(only: int | None = None) -> None:
             stream = torch.cuda.current_stream().cuda_stream
-            for config, function, parameters, name, _ in launches:
+            for config, function, parameters, name, _ in launches if only is None else launches[only : only + 1]:
                 config.hStream = stream
                 _check(driver.cuLaunchKernelEx(config, function, parameters, 0), f"launching {name}")
 
@@ -115,7 +116,7 @@ class Loaded:
         outside y is found."""
         used = {"x": x, **{name: weights[name] for name in parameter_shapes(self.spec)}}
         shapes = {name: tuple(t.shape) for name, t in used.items()} | {"y": tuple(x.shape)}
-        shapes |= {name: (x.shape[0] * elements,) for name, elements in self.scratch}
+        shapes |= {name: (elements,) for name, elements in self._buffers(x.shape[0]).items()}
         sizes = {name: -(-math.prod(shape) // _GUARD) * _GUARD + _GUARD for name, shape in shapes.items()}
         arena = torch.full((_GUARD + sum(sizes.values()),), float("nan"), device="cuda", dtype=torch_dtype(self.spec))
         offset, views = _GUARD, {}
@@ -125,7 +126,7 @@ class Loaded:
         for name, tensor in used.items():
             views[name].copy_(tensor)
         before, y = arena.clone(), views["y"]
-        scratch = {name: views[name] for name, _ in self.scratch}
+        scratch = {name: views[name] for name in self._buffers(x.shape[0])}
         self.bind(views["x"], views, y, scratch)()
         torch.cuda.synchronize()
         result = y.clone()

@@ -57,7 +57,7 @@ class Record:
         return {
             "version": VERSION,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.time)),
-            "spec": {**asdict(o.candidate.spec), "axes": list(o.candidate.spec.axes)},
+            "spec": {**o.candidate.spec.to_dict(), "axes": list(o.candidate.spec.axes)},
             "configs": {axis: config.to_dict() for axis, config in o.candidate.configs.items()},
             "source": o.source_digest,
             "status": o.status,
@@ -74,7 +74,7 @@ class Record:
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
         """Validates every value against the space as it is now; SpecError, with the reason, when one does not fit."""
         try:
-            spec = BlockSpec(**{**data["spec"], "axes": tuple(data["spec"]["axes"])})
+            spec = BlockSpec.from_dict(data["spec"])
             configs = {axis: parse_config(value) for axis, value in data["configs"].items()}
             if set(configs) != set(spec.axes):
                 raise SpecError(f"configurations for {sorted(configs)}, but the block has {list(spec.axes)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from codegen.config import Config
 from codegen.families import FAMILIES, plan_of
 from codegen.library import KERNELS
+from codegen.module import Emitted
 from codegen.render import Source, render
 from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec, SpecError, valid_name
@@ -89,7 +91,7 @@ def run(request: Request, console: Console) -> int:
         request.tolerance,
         fixed,
         _study(request),
-        open_storage(_storage(request)),
+        open_storage(storage_of(request)),
         not request.fresh,
         command=request.command,
     )
@@ -124,7 +126,7 @@ def _study(request: Request) -> str:
     return request.study or ""
 
 
-def _storage(request: Request) -> str | None:
+def storage_of(request: Request) -> str | None:
     """The storage's URL: as given, or a SQLite file in the user's cache; None for memory."""
     import platformdirs
 
@@ -135,8 +137,11 @@ def _storage(request: Request) -> str | None:
     folder = platformdirs.user_cache_path("axialtune")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "studies.db", "ab"):
-            return f"sqlite:///{folder / 'studies.db'}"
+        file = folder / "studies.db"
+        # A file that exists is not opened here: closing it would drop the locks that SQLite, in this very process, may hold on it.
+        if not file.exists():
+            file.touch()
+        return f"sqlite:///{file}" if os.access(file, os.R_OK | os.W_OK) else None
     except OSError:
         return None  # a cache that cannot be written only means that nothing is resumed
 
@@ -164,7 +169,8 @@ def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
         family = str(fixed.get("family") or _family_of(tunables) or next(iter(families)))
         # A family that is not among them has nothing legal: `space` says why.
         here = families.get(family) or space(problem, to, family=family, tolerance=tolerance)
-        asked: Config = replace(here.start, **tunables)
+        near = max(here.starts(), key=lambda start: sum(getattr(start, name) == value for name, value in tunables.items()))
+        asked: Config = replace(near, **tunables)
         if isinstance(asked, SequenceConfig) and "prefetch" not in fixed and asked.weights == "stream":
             asked = replace(asked, prefetch="none")
         reasons = plan_of(problem, asked).reasons(to)
@@ -202,21 +208,39 @@ def verify_module(file: Path, on: str, gpu: int | None, seed: int, tolerance: fl
     spec = emitted.spec
     _check_tolerance(spec, tolerance)
     if on == "cpu":
-        spec = replace(spec, batch=1)  # kernels do the same for every image of a batch
-        emulator = Emulator(emitted.source)
-        runner: Any = emulator.run
+        parts: list[tuple[BlockSpec, Any]] = [(part, Emulator(source).run) for part, source in _emulated_parts(emitted)]
+        where = "emulator" if len(parts) == 1 else "emulator, each axis alone on a few sequences"
     else:
         _select(_gpu_or_error(gpu))
-        runner = module_runner(file, "cuda")
-    try:
-        check = Checker(spec, seed, tolerance=tolerance)(runner)
-        if check.ok:
-            where = "emulator" if on == "cpu" else "GPU" if emitted.use == KERNELS else f"GPU, PyTorch's {emitted.use} form, which it uses"
-            return Verdict(True, f"agrees with the float64 reference: error {check.error:.1e} of the output's scale ({where})")
-        found = diagnose(spec, runner, seed)
-    except EmulationError as error:
-        return Verdict(False, f"fault on the emulator: {str(error).splitlines()[0]}")
-    return Verdict(False, f"disagrees with the float64 reference: {found if not found.ok else check.cause} (error {check.error:.1e})")
+        where = "GPU" if emitted.use == KERNELS else f"GPU, PyTorch's {emitted.use} form, which it uses"
+        parts = [(spec, module_runner(file, "cuda"))]
+    error = 0.0
+    for spec, runner in parts:
+        try:
+            check = Checker(spec, seed, tolerance=tolerance)(runner)
+            if not check.ok:
+                found = diagnose(spec, runner, seed)
+                cause = found if not found.ok else check.cause
+                return Verdict(False, f"disagrees with the float64 reference: {cause} (error {check.error:.1e})")
+        except EmulationError as fault:
+            return Verdict(False, f"fault on the emulator: {str(fault).splitlines()[0]}")
+        error = max(error, check.error)
+    return Verdict(True, f"agrees with the float64 reference: error {error:.1e} of the output's scale ({where})")
+
+
+def _emulated_parts(emitted: Emitted) -> list[tuple[BlockSpec, Source]]:
+    """What of a module the emulator runs: its own source for one image, or for a large block each axis alone on a few sequences, as this
+    version renders it, if it renders the module's source as it is. SpecError otherwise."""
+    from tuner.predicted_backend import emulated
+
+    whole = replace(emitted.spec, batch=1)  # kernels do the same for every image of a batch
+    parts = emulated(emitted.spec)
+    if parts == (whole,):
+        return [(whole, emitted.source)]
+    if not parts or render(emitted.spec, emitted.configs).text != emitted.source.text:
+        of = " and of another version of axialtune" if parts else ""
+        raise SpecError(f"{emitted.path} is of a block too large for the emulator{of}: verify it with --on gpu")
+    return [(part, render(part, {axis: emitted.configs[axis] for axis in part.axes})) for part in parts]
 
 
 def _gpu_or_error(index: int | None) -> Gpu:

@@ -20,7 +20,7 @@ from typing import Any
 from codegen.config import Config, Value
 from codegen.families import FAMILIES, plan_of
 from codegen.sequence import DTYPE_MATHS, SequenceConfig, SequencePlan
-from codegen.spec import AxisProblem, BlockSpec, SpecError
+from codegen.spec import AxisProblem, BlockSpec, SpecError, refusal
 from codegen.target import Target
 
 FP32_TOLERANCE = 1e-5
@@ -92,10 +92,10 @@ class Space:
         return Space(self.problem, self.target, values, around)
 
     def starts(self) -> list[Config]:
-        """`start`, and the family's default for each other arithmetic, where that is in the space."""
-        default = FAMILIES[self.config_type.family].default
-        others = (default(self.problem, self.target, str(math)) for math in self.values["math"])
-        return list(dict.fromkeys([self.start, *(self.canonical(c) for c in others if c is not None and self.legal(c))]))
+        """`start`, and the family's starts for each arithmetic, where they are in the space."""
+        family = FAMILIES[self.config_type.family]
+        others = (start for math in self.values["math"] for start in family.starts(self.problem, self.target, str(math)))
+        return list(dict.fromkeys([self.start, *(self.canonical(start) for start in others if self.legal(start))]))
 
     @property
     def digest(self) -> str:
@@ -202,7 +202,8 @@ def config_values(config: Config) -> dict[str, Value]:
 
 def _identity(problem: AxisProblem) -> list[Any]:
     block = problem.block
-    return [block.dim, block.heads, block.height, block.width, block.batch, block.dtype, block.eps, problem.axis]
+    usual = [block.dim, block.heads, block.height, block.width, block.batch, block.dtype, block.eps, problem.axis]
+    return [*usual, block.variants] if block.variants else usual
 
 
 def family_spaces(
@@ -245,6 +246,8 @@ def space(
 
     Raises SpecError when nothing is legal, with the objections to the most frugal configuration.
     """
+    if refused := refusal(problem.block):
+        raise SpecError(refused)
     kind = FAMILIES[family]
     values = dict(kind.config.tunables())
     dtype = problem.block.dtype
@@ -261,9 +264,10 @@ def space(
             raise SpecError(f"math {value} cannot hold a tolerance of {tolerance:g}: relax it with --tolerance above {TF32_TOLERANCE:g}")
         values[name] = (value,)
     preferred = (*values["math"], *maths) if len(values["math"]) == 1 else kind.maths[dtype]
-    begin = next((start for math in preferred if (start := kind.default(problem, target, str(math))) is not None), None)
-    draft = Space(problem, target, values, begin or kind.config())
-    if begin is not None and draft.legal(begin):
+    starts = [start for math in preferred for start in kind.starts(problem, target, str(math))]
+    draft = Space(problem, target, values, starts[0] if starts else kind.config())
+    begin = next((start for start in starts if draft.legal(start)), None)
+    if begin is not None:
         return replace(draft, start=draft.canonical(begin))
     nearest = config_values(draft.start)
     nearest = {name: nearest[name] if nearest[name] in options else options[0] for name, options in values.items()}

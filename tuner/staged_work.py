@@ -10,8 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from codegen.staged import Product, StagedPlan
+from codegen.staged import StagedPlan
 from codegen.target import Target
+from codegen.tiled_product import Product
+from codegen.warpgroup_product import WarpgroupProduct
 from tuner.trial import Resources
 from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts
 
@@ -36,7 +38,16 @@ def staged_parts(plan: StagedPlan, resources: Mapping[str, Resources], target: T
     """The parts of the time of an axis' three kernels; resources: by stage ("qkv", "attention", "out")."""
     blocks = {"qkv": _product(plan, plan.qkv, True), "attention": _attention(plan), "out": _product(plan, plan.out, False)}
     parts = [_parts(plan, block, plan.kernels[stage][0], resources[stage], target) for stage, block in blocks.items()]
+    if plan.packed:
+        parts.append(_packing(plan, target))
     return Parts(**{name: sum(getattr(part, name) for part in parts) for name in NAMES})
+
+
+def _packing(plan: StagedPlan, target: Target) -> Parts:
+    """The kernel that packs weights: a launch, one wait, and what it reads and writes."""
+    moved = 2 * 4 * sum(p.packed for p in plan.packed.values())
+    none = dict.fromkeys(NAMES, 0.0)
+    return Parts(**none | {"launch": 1.0, "wait": L2_CYCLES / target.clock, "grid": moved / (target.bandwidth * 1e3)})
 
 
 def _parts(plan: StagedPlan, block: _Block, threads: int, used: Resources, target: Target) -> Parts:
@@ -64,7 +75,31 @@ def _parts(plan: StagedPlan, block: _Block, threads: int, used: Resources, targe
     )
 
 
-def _product(plan: StagedPlan, p: Product, first: bool) -> _Block:
+def _product(plan: StagedPlan, p: Product | WarpgroupProduct, first: bool) -> _Block:
+    return _by_warpgroups(plan, p, first) if isinstance(p, WarpgroupProduct) else _by_warps(plan, p, first)
+
+
+def _by_warpgroups(plan: StagedPlan, p: WarpgroupProduct, first: bool) -> _Block:
+    """A warp's share of a warpgroup's instructions; operands do not pass through registers, and one thread starts the copies."""
+    cost, tokens, itemsize = MATHS[plan.config.math], plan.problem.sequences * plan.problem.length, plan.problem.block.itemsize
+    blocks = math.ceil(plan.problem.sequences * plan.tiles / p.row_tiles) * p.parts
+    turns = math.ceil(p.column_tiles / p.parts)
+    steps, fill = turns * (p.sum // p.sum_tile), p.row_tiles * 16 * p.sum / p.threads
+    instructions = (
+        steps * (40 + 4 * 6 * (2 * p.operands - 1))
+        + turns * p.warp_columns * (12 + cost.split_pair)
+        + fill * (6 + cost.split_pair / 2 if first else 2)
+    )
+    tiles = p.down * turns * (p.sum // 8) * p.warp_columns
+    # Per instruction, the unit reads 64 rows of A and all columns of B, 32 bytes of each.
+    products = p.down // 4 * steps * 4 * (2 * p.operands - 1)
+    wavefronts = products * (64 + p.columns) * 32 / 128 + (steps * p.b_tile + p.buffers) / 32
+    read = 4.0 * steps * p.b_tile + itemsize * p.row_tiles * 16 * p.sum
+    moved = itemsize * tokens * plan.dim * (1 if first else 2)
+    return _Block(blocks, instructions, tiles, wavefronts, read, L2_CYCLES * (2 + 0.05 * steps), moved)
+
+
+def _by_warps(plan: StagedPlan, p: Product, first: bool) -> _Block:
     cost, tokens, itemsize = MATHS[plan.config.math], plan.problem.sequences * plan.problem.length, plan.problem.block.itemsize
     blocks = math.ceil(plan.problem.sequences * plan.tiles / p.row_tiles) * p.parts
     turns = math.ceil(math.ceil(p.all_columns / p.columns) / p.parts)

@@ -110,6 +110,7 @@ class _Tuning:
         self.spaces = spaces(spec, options.target, fixed=options.fixed, tolerance=options.tolerance)
         self.default = Candidate(spec, self._default_configs())
         self.ranked: dict[str, list[Config]] = {}
+        self.tried: dict[str, dict[Config, Known]] = {axis: {} for axis in spec.axes}  # by this run, of one axis alone
         self.verified: list[Outcome] = []
         self.failed: Counter[tuple[str, str]] = Counter()
         self.pytorch: Mapping[str, Timing] = {}
@@ -156,15 +157,15 @@ class _Tuning:
         title = "rows" if axis == "row" else "columns"
         scores: dict[Config, float] = {}
         goes_on = True
-        if len(families) > 1:  # a family whose default is far behind is not worth the trials
-            for name, here in families.items():
-                goes_on = goes_on and self._search_one(f"{title}, {name}: default", here.focused((), here.start), 1, end, scores)
-            best = min(scores.values(), default=float("inf"))
-            near = {name: here for name, here in families.items() if scores.get(here.start, float("inf")) <= best * HOPELESS}
-            families = near or families
+        for name, here in families.items():  # the defaults come first, whatever else is known to be good
+            label = f"{title}, {name}: default" if len(families) > 1 else f"{title}: default"
+            goes_on = goes_on and self._search_one(label, here.focused((), here.start), 1, end, scores)
+        best = min(scores.values(), default=float("inf"))  # a family whose default is far behind is not worth the trials
+        families = {name: here for name, here in families.items() if scores.get(here.start, float("inf")) <= best * HOPELESS} or families
         for name, here in families.items():
-            for start in here.starts()[1:] if len(here.config_type.groups()) > 1 else ():
-                goes_on = goes_on and self._search_one(f"{title}, {name}: default", here.focused((), start), 1, end, scores)
+            starts = here.starts()[1:] if len(here.config_type.groups()) > 1 else []
+            for start in dict.fromkeys(starts + self._best_elsewhere(here)):
+                goes_on = goes_on and self._search_one(f"{title}, {name}: known to be good", here.focused((), start), 1, end, scores)
         steps = [(name, group, tunables) for name, here in families.items() for group, tunables in here.config_type.groups().items()]
         weights = [sum(len(families[name].values[t]) > 1 for t in tunables) for name, _, tunables in steps]
         for at, (name, group, tunables) in enumerate(steps):
@@ -181,11 +182,16 @@ class _Tuning:
         self.ranked[axis] = sorted(scores, key=scores.__getitem__)
         return goes_on
 
+    def _best_elsewhere(self, here: Space) -> list[Config]:
+        """What is best of this family on the axes already searched, where it is legal here: axes seldom differ much."""
+        best = (next((config for config in ranked if isinstance(config, here.config_type)), None) for ranked in self.ranked.values())
+        return [config for config in best if config is not None and config != here.start and here.legal(config)]
+
     def _search_one(self, title: str, here: Space, trials: int, deadline: float, scores: dict[Config, float]) -> bool:
         """One search, whose results are added to `scores`; False when it was interrupted."""
         search = Search(here, self._search_options(here, trials, deadline))
         self.reporter.stage(title, max(0, trials - search.resumed), search.score(here.start), search.best)
-        resumed = search.resumed - sum(search.score(config) is not None for config in scores)  # not what this run itself has found
+        resumed = search.resumed - sum(map(here.legal, self.tried[here.problem.axis]))  # not what this run itself has found
         if resumed > 0:
             self.reporter.note(f"{title}: {resumed} results of earlier runs taken over (--fresh starts anew)")
         if search.foreign:
@@ -218,7 +224,7 @@ class _Tuning:
             deadline,
             options.storage,
             lambda config: render(spec, {axis: config}).digest,
-            self._known(spec) if options.resume else (),
+            (*self.tried[axis].values(), *(self._known(spec) if options.resume else ())),
         )
 
     def _known(self, spec: BlockSpec) -> tuple[Known, ...]:
@@ -242,6 +248,9 @@ class _Tuning:
     def _finished(self, outcome: Outcome) -> None:
         self.trials += 1
         self._keep(outcome)
+        if len(outcome.candidate.configs) == 1:
+            ((axis, config),) = outcome.candidate.configs.items()
+            self.tried[axis][config] = Known(config, outcome.score if outcome.ok else None, outcome.status, outcome.source_digest)
         self.reporter.outcome(outcome)
 
     def _keep(self, outcome: Outcome) -> None:

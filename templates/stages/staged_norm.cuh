@@ -1,43 +1,47 @@
-// Operand A of the QKV product: the block's tokens, normalised (LayerNorm with the biased variance), all channels of them, as fragments in
-// the order [tile of the sum][row tile][page]. A warp takes tokens g and g+8 of a row tile at a time and keeps them in registers between
-// mean and variance. Tokens past a sequence's end, row tiles past the last one and channels past DIM become zeros.
+// Channels of a token that a lane loads at once.
 template <typename C>
-__device__ __forceinline__ void normalise_rows(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, float* a) {
+constexpr int NORM_VEC = C::DIM % 4 == 0 ? 4 : 2;
+
+// The block's tokens, normalised (LayerNorm with the biased variance), all channels of them. A warp takes PAIRS times tokens g and g+8 of a
+// row tile at a time and keeps them in registers between mean and variance; store(row_tile, g, channel, upper, lower) takes NORM_VEC
+// channels of such a pair. Tokens past a sequence's end, row tiles past the last one and channels past DIM become zeros.
+template <typename C, int PAIRS, typename Store>
+__device__ __forceinline__ void normalise_rows(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, Store store_pair) {
   using P = typename C::Qkv;
-  constexpr int VEC = C::DIM % 4 == 0 ? 4 : 2, STEPS = ceil_div(P::SUM, 32 * VEC), PAIRS = 8 * P::ROW_TILES, WARPS = P::THREADS / 32;
+  constexpr int VEC = NORM_VEC<C>, STEPS = ceil_div(P::SUM, 32 * VEC), TURNS = 8 * P::ROW_TILES / PAIRS, WARPS = P::THREADS / 32, ROWS = 2 * PAIRS;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int pair = warp; pair < PAIRS; pair += WARPS) {
-    const int row_tile = pair / 8, g = pair % 8, tile = first_tile + row_tile;
+  for (int turn = warp; turn < TURNS; turn += WARPS) {
+    const int row_tile = turn * PAIRS / 8, g = turn * PAIRS % 8, tile = first_tile + row_tile;
     const int sequence = tile / C::TILES;
-    float values[2][STEPS][VEC] = {}, mean[2], inverse[2];
-    bool real[2];
+    float values[ROWS][STEPS][VEC] = {}, mean[ROWS], inverse[ROWS];
+    bool real[ROWS];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = tile % C::TILES * 16 + 8 * half + g;
-      real[half] = tile < row_tiles && token < C::LENGTH;
-      if (real[half]) {
+    for (int row = 0; row < ROWS; ++row) {
+      const int token = tile % C::TILES * 16 + 8 * (row % 2) + g + row / 2;
+      real[row] = tile < row_tiles && token < C::LENGTH;
+      if (real[row]) {
         const Element* from = x + C::offset(sequence, token);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) load_channels<C::DIM>(values[half][step], from, (step * 32 + lane) * VEC);
+        for (int step = 0; step < STEPS; ++step) load_channels<C::DIM>(values[row][step], from, (step * 32 + lane) * VEC);
       }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int row = 0; row < ROWS; ++row) {
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += values[half][step][i];
-      mean[half] = group_sum<32>(sum) * (1.0f / C::DIM);
+        for (int i = 0; i < VEC; ++i) sum += values[row][step][i];
+      mean[row] = group_sum<32>(sum) * (1.0f / C::DIM);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float centred = values[half][step][i] - mean[half];
+          const float centred = values[row][step][i] - mean[row];
           if ((step * 32 + lane) * VEC + i < C::DIM) squares += centred * centred;
         }
-      inverse[half] = rsqrtf(group_sum<32>(squares) * (1.0f / C::DIM) + C::EPSILON);
+      inverse[row] = rsqrtf(group_sum<32>(squares) * (1.0f / C::DIM) + C::EPSILON);
     }
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
@@ -46,18 +50,14 @@ __device__ __forceinline__ void normalise_rows(const Element* x, const Element* 
       float gain[VEC] = {}, shift[VEC] = {};
       load_channels<C::DIM>(gain, weight, channel), load_channels<C::DIM>(shift, bias, channel);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int row = 0; row < ROWS; ++row)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float normed = fmaf((values[half][step][i] - mean[half]) * inverse[half], gain[i], shift[i]);
-          values[half][step][i] = real[half] && channel + i < C::DIM ? normed : 0.0f;
+          const float normed = fmaf((values[row][step][i] - mean[row]) * inverse[row], gain[i], shift[i]);
+          values[row][step][i] = real[row] && channel + i < C::DIM ? normed : 0.0f;
         }
-      float* to = a + channel / P::SUM_TILE * P::A_TILE;
 #pragma unroll
-      for (int i = 0; i < VEC; i += 2) {
-        const float upper[2] = {values[0][step][i], values[0][step][i + 1]}, lower[2] = {values[1][step][i], values[1][step][i + 1]};
-        C::Math::template store_rows<P::FRAGMENT, P::SUM_TILE / 8, P::PAGE>(to, row_tile, g, channel % P::SUM_TILE + i, upper, lower);
-      }
+      for (int pair = 0; pair < PAIRS; ++pair) store_pair(row_tile, g + pair, channel, values[2 * pair][step], values[2 * pair + 1][step]);
     }
   }
 }

@@ -1,5 +1,4 @@
-// Kernel 3: output product, bias and residual, written to the grid by stride. An element of y is written by the thread that has read
-// it as residual, so that x may be y.
+// Kernel 3: output product, bias and residual, written to the grid by stride.
 template <typename C>
 __device__ __forceinline__ void output(const float* attended, const Element* x, Element* y, const Element* __restrict__ out_weight,
                                        const Element* __restrict__ out_bias, int row_tiles, float* shared) {
@@ -22,21 +21,6 @@ __device__ __forceinline__ void output(const float* attended, const Element* x, 
       [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
 #pragma unroll
         for (int i = 0; i < P::WARP_ROW_TILES; ++i)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int tile = first_tile + row_tile + i, token = tile % C::TILES * 16 + 8 * half + lane / 4;
-            if (tile >= row_tiles || token >= C::LENGTH) continue;
-            const long long start = C::offset(tile / C::TILES, token);
-#pragma unroll
-            for (int j = 0; j < P::WARP_COLUMN_TILES; ++j) {
-              const int channel = column + 8 * j + 2 * (lane % 4);
-              float pair[2] = {}, residual[2] = {};
-              load_channels<C::DIM>(pair, out_bias, channel);
-              load_channels<C::DIM>(residual, x + start, channel);
-              pair[0] += acc[i][j][2 * half] + residual[0];
-              pair[1] += acc[i][j][2 * half + 1] + residual[1];
-              store_channels<C::DIM>(y + start, channel, pair);
-            }
-          }
+          add_residual<C, P::WARP_COLUMN_TILES>(x, y, out_bias, first_tile + row_tile + i, row_tiles, column, lane, acc[i]);
       });
 }

@@ -1,31 +1,9 @@
-// Elements of tensors are read and written here and by copy_async alone.
-// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
-template <int DIM, int N>
-__device__ __forceinline__ void load_channels(float (&to)[N], const Element* from, int channel) {
-  if constexpr (DIM % N == 0) {
-    if (channel < DIM) load(to, from + channel);
-  } else {
-    load_some<false>(to, from + channel, true, channel, DIM);
-  }
-}
-
-template <int DIM, int N>
-__device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
-  if constexpr (DIM % N == 0) {
-    if (channel < DIM) store(to + channel, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (channel + i < DIM) put(to + channel + i, values[i]);
-  }
-}
-
 // A tiled product of rows with weights. P states it: a block has ROW_TILES * 16 rows and turns over column tiles of COLUMNS, of which the
 // PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE. Operand A stays in shared memory for all of the
 // sum, as fragments in the order [tile of the sum][row tile][page]. The weights stream through STAGES buffers by asynchronous copies,
 // across column tiles without a break. A buffer is planes of PLANE neighbouring indices of the sum, the row of each column
 // COLUMN_STRIDE words from the one before, so that neither copies nor operand loads have bank conflicts. Weights are there as they are in
-// memory.
+// memory, but in an order of columns in which a lane accumulates RUN neighbours.
 template <typename P>
 struct TiledProduct {
   using Math = typename P::Math;
@@ -41,7 +19,7 @@ struct TiledProduct {
     for (int turn = 0; turn < ceil_div(COPIES, P::THREADS); ++turn) {
       const int copy = threadIdx.x + turn * P::THREADS, column = copy / ACROSS, k = copy % ACROSS * V;
       if (COPIES % P::THREADS != 0 && copy >= COPIES) break;
-      const int row = column_tile * P::COLUMNS + column, index = sum_tile * P::SUM_TILE + k;
+      const int row = column_tile * P::COLUMNS + result_column<P::RUN>(column), index = sum_tile * P::SUM_TILE + k;
       const Element* from = P::weight(weight, row, index);
       float* at = to + k / PLANE * P::PLANE_STRIDE + column * P::COLUMN_STRIDE + k % PLANE / PER_WORD;
       if constexpr (P::COPY < PER_WORD) {

@@ -5,32 +5,26 @@ template <typename C>
 __device__ __forceinline__ void qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
                                     const Element* __restrict__ qkv_weight, float* query, float* key, float* value, int row_tiles, float* shared) {
   using P = typename C::Qkv;
-  using Math = typename C::Math;
-  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8;
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
+  constexpr int VEC = NORM_VEC<C>;
   TiledProduct<P>::run(
       shared, shared + P::BUFFERS, qkv_weight, part, [](int) {},
-      [&]() { normalise_rows<C>(x, norm_weight, norm_bias, first_tile, row_tiles, shared); },
+      [&]() {
+        // Operand A as fragments in the order [tile of the sum][row tile][page].
+        normalise_rows<C, 1>(x, norm_weight, norm_bias, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
+          float* to = shared + channel / P::SUM_TILE * P::A_TILE;
+#pragma unroll
+          for (int i = 0; i < VEC; i += 2)
+            C::Math::template store_rows<P::FRAGMENT, P::SUM_TILE / 8, P::PAGE>(to, row_tile, g, channel % P::SUM_TILE + i, reinterpret_cast<const float(&)[2]>(upper[i]),
+                                                                               reinterpret_cast<const float(&)[2]>(lower[i]));
+        });
+      },
       [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
 #pragma unroll
         for (int i = 0; i < P::WARP_ROW_TILES; ++i) {
-          const int tile = first_tile + row_tile + i, sequence = tile / C::TILES;
+          const int tile = first_tile + row_tile + i;
           if (tile >= row_tiles) break;
-#pragma unroll
-          for (int j = 0; j < P::WARP_COLUMN_TILES; ++j) {
-            const int step = column / 8 + j, which = step / INNER_STEPS, within = step % INNER_STEPS;
-            if (step >= 3 * INNER_STEPS) break;
-            const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * C::ROW_TILE;
-            if (which == 0) {
-              float scaled[4];  // in units of the exponent of two
-#pragma unroll
-              for (int c = 0; c < 4; ++c) scaled[c] = acc[i][j][c] * C::EXPONENT_SCALE;
-              Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, scaled);
-            } else if (which == 1)
-              Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, acc[i][j]);
-            else
-              Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, acc[i][j]);
-          }
+          store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, tile, column / 8, lane, acc[i]);
         }
       });
 }

@@ -70,6 +70,17 @@ struct Copy {
 void start_copy(const Copy& copy);
 void commit_copies();
 bool next_copy(int groups, Copy& copy);  // the oldest copy that is in none of the latest `groups` groups; false when there is none
+
+// Products of a warpgroup, bulk copies and their barriers (warpgroup.cpp).
+void fence_registers(int line);
+void start_product(float* sums, int tiles, uint64_t a, uint64_t b, bool accumulate, bool bf16);
+void commit_products(int line);
+void wait_for_products(int groups, int line);
+void init_barrier(const void* barrier);
+void start_bulk_copy(float* to, const float* from, int bytes, const void* barrier);
+void wait_for_bulk_copy(const void* barrier, int parity, int line);
+void fence_async_proxy();
+unsigned shared_offset(const void* address);
 [[noreturn]] void trap(int line);
 
 inline int lane() { return int(thread_index().x & 31); }
@@ -181,6 +192,25 @@ template <int GROUPS> void wait_for_copies() {
     ::emulator::Copy copy;
     while (::emulator::next_copy(GROUPS, copy))
         for (int i = 0; i < copy.words; ++i) copy.to[i] = copy.real ? copy.from[i] : 0.0f;
+}
+// Hopper's products of a warpgroup, and the bulk copies that feed them (templates/warpgroup.cu.j2).
+inline unsigned shared_address(const void* address) { return ::emulator::shared_offset(address); }
+template <int TILES> __forceinline__ void wgmma_fp16(float (&sums)[TILES][4], uint64_t a, uint64_t b, bool accumulate) {
+    ::emulator::start_product(&sums[0][0], TILES, a, b, accumulate, false);
+}
+template <int TILES> __forceinline__ void wgmma_bf16(float (&sums)[TILES][4], uint64_t a, uint64_t b, bool accumulate) {
+    ::emulator::start_product(&sums[0][0], TILES, a, b, accumulate, true);
+}
+inline void wgmma_fence(int line = __builtin_LINE()) { ::emulator::fence_registers(line); }
+inline void wgmma_commit(int line = __builtin_LINE()) { ::emulator::commit_products(line); }
+template <int GROUPS> void wgmma_wait(int line = __builtin_LINE()) { ::emulator::wait_for_products(GROUPS, line); }
+template <int TILES> void keep_in_registers(float (&)[TILES][4]) {}
+inline void fence_async_proxy() { ::emulator::fence_async_proxy(); }
+inline void init_barrier(float* barrier) { ::emulator::init_barrier(barrier); }
+inline void publish_barriers() {}
+__forceinline__ void start_bulk_copy(float* to, const float* from, int bytes, float* barrier) { ::emulator::start_bulk_copy(to, from, bytes, barrier); }
+__forceinline__ void wait_for_bulk_copy(float* barrier, int parity, int line = __builtin_LINE()) {
+    ::emulator::wait_for_bulk_copy(barrier, parity, line);
 }
 inline void wait_for_previous_kernel() { ::emulator::wait_previous(); }
 inline void allow_next_kernel() {}

@@ -196,6 +196,13 @@ void release(std::uint32_t mask) {
     for (std::uint32_t left = mask; left; left &= left - 1) set_ready(base + __builtin_ctz(left));
 }
 
+void pause(const char* name, int line) {
+    set_waiting(State::meeting, name, line);
+    yield();
+}
+
+void resume(int thread) { set_ready(thread); }
+
 static void run_thread() {
     here.kernel->entry(arguments.pointers, arguments.items);
     Warp& warp = warps[here.thread / lanes];
@@ -230,6 +237,7 @@ void run_block(const Arguments& wanted) {
         std::memset(known[t], 0, sizeof known[t]);
         waited[t] = false;
         forget_copies(t);
+        forget_products(t);
         set_ready(t);
     }
     const int warp = pick(ready_warps);

@@ -29,6 +29,8 @@ Warp& own_warp();
 // for the last lane of the mask: it does the work and calls release. Everyone then calls yield, to wait for its turn.
 bool arrive(const char* name, std::uint32_t mask, int line);
 void release(std::uint32_t mask);
+void pause(const char* name, int line);  // the running thread waits until another one resumes it
+void resume(int thread);
 void yield();
 
 template <typename Work> void meet(const char* name, std::uint32_t mask, int line, Work work) {

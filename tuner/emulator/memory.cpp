@@ -30,8 +30,11 @@ struct Word {
     std::uint32_t write_epoch, write_clock, write_pc;
     std::uint32_t read_epoch, read_clock, read_pc;
     std::uint32_t read_lanes, first_read;
-    std::uint16_t write_thread, read_thread, other_reader, unused;  // other_reader: a reader of another warp than read_thread's
+    std::uint16_t write_thread, read_thread, other_reader;  // other_reader: a reader of another warp than read_thread's
+    std::uint16_t write_fence;  // fences of the writer before it wrote, or async: written by the asynchronous units
 };
+constexpr std::uint16_t async = 0xffff;
+std::uint16_t fences[max_threads];  // that each thread has called
 
 struct Region {
     std::size_t bytes, unit;  // unit: bytes of a word
@@ -52,7 +55,7 @@ std::uint32_t short_pc(const void* pc) { return std::uint32_t(reinterpret_cast<A
 
 // Whether an access of this epoch, by `thread` at its time `clock`, is unordered with the thread that runs.
 bool concurrent(int thread, std::uint32_t clock) {
-    if (thread == here.thread) return false;
+    if (thread == here.thread || thread == none) return false;
     if (thread / lanes != here.thread / lanes) return true;
     return known[here.thread][thread % lanes] < clock;
 }
@@ -69,7 +72,7 @@ bool other_block(std::uint32_t epoch) { return epoch >= now.launch_epoch && epoc
     report("block_conflict", pc, &access, text, facts, other_pc ? 2 : 1);
 }
 
-template <bool write, bool global> inline void touch(Word& word, const void* pc, const Access& access) {
+template <bool write, bool global, bool by_async = false> inline void touch(Word& word, const void* pc, const Access& access) {
     if (!write && word.write_epoch < (global ? 1 : now.block_epoch)) report("uninitialised", pc, &access, "nothing has written");
     if (!check_races) {
         if (write) word.write_epoch = now.epoch;
@@ -77,6 +80,8 @@ template <bool write, bool global> inline void touch(Word& word, const void* pc,
     }
     if (word.write_epoch == now.epoch && concurrent(word.write_thread, word.write_clock))
         race(pc, access, "another thread wrote, with no barrier between", word.write_thread, word.write_pc);
+    if (by_async && !write && !global && word.write_fence != async && word.write_fence == fences[word.write_thread])
+        race(pc, access, "a thread wrote without fence_async_proxy() since", word.write_thread, word.write_pc);
     if (global && other_block(word.write_epoch)) conflict(pc, access, "another block of the launch wrote", word.write_epoch, word.write_pc);
     const std::uint32_t self = 1u << here.thread % lanes, clock = lane_clock[here.thread];
     if (write) {
@@ -93,6 +98,7 @@ template <bool write, bool global> inline void touch(Word& word, const void* pc,
         }
         if (global && other_block(word.first_read)) conflict(pc, access, "another block of the launch read", word.first_read, 0);
         word.write_epoch = now.epoch, word.write_clock = clock, word.write_pc = short_pc(pc), word.write_thread = std::uint16_t(here.thread);
+        word.write_fence = by_async ? async : fences[here.thread];
         word.read_epoch = 0;
         return;
     }
@@ -152,13 +158,13 @@ template <bool write> inline void touch_global(Address address, int bytes, const
         touch<write, true>(region.shadow[word], pc, access);
 }
 
-template <bool write> inline void check(const void* pointer, std::size_t bytes, const void* pc) {
+template <bool write, bool by_async = false> inline void check(const void* pointer, std::size_t bytes, const void* pc) {
     const Address address = reinterpret_cast<Address>(pointer);
     const std::size_t offset = address - reinterpret_cast<Address>(shared);
     if (offset < max_shared_bytes) {
         if (offset + bytes > here.kernel->shared_bytes) out_of_bounds(address, int(bytes), write, pc);
         const Access access{write ? "writes" : "reads", shared_memory, std::ptrdiff_t(offset), int(bytes)};
-        for (std::size_t word = offset / 4; word <= (offset + bytes - 1) / 4; ++word) touch<write, false>(shared_shadow[word], pc, access);
+        for (std::size_t word = offset / 4; word <= (offset + bytes - 1) / 4; ++word) touch<write, false, by_async>(shared_shadow[word], pc, access);
         return;
     }
     if (address - reinterpret_cast<Address>(own_stack()) < stack_bytes - page) return;
@@ -166,6 +172,15 @@ template <bool write> inline void check(const void* pointer, std::size_t bytes, 
 }
 
 }  // namespace
+
+void fence_async_proxy() { fences[here.thread] = std::uint16_t((fences[here.thread] + 1) % async); }
+
+void read_by_async_proxy(const void* address, int bytes, const void* pc) { check<false, true>(address, std::size_t(bytes), pc); }
+void order_async_writes(const void* address, int bytes) {
+    const std::size_t first = (reinterpret_cast<Address>(address) - reinterpret_cast<Address>(shared)) / 4;
+    for (std::size_t word = first; word < first + std::size_t(bytes) / 4; ++word) shared_shadow[word].write_thread = none;
+}
+void write_by_async_proxy(const void* address, int bytes, const void* pc) { check<true, true>(address, std::size_t(bytes), pc); }
 
 void add_region(std::size_t elements, std::size_t size, bool writable) {
     const std::size_t bytes = elements * size;

@@ -59,7 +59,15 @@ bool in_guard(const void* address);
 void forget_copies(int thread);
 [[noreturn]] void misaligned_copy(int bytes, int line);
 
+// warpgroup.cpp
+void forget_products(int thread);
+
 // memory.cpp
+// Accesses of the asynchronous units on the running thread's behalf. They see what a thread has written itself only after its
+// fence_async_proxy() (PTX ISA, "Async proxy").
+void read_by_async_proxy(const void* address, int bytes, const void* pc);
+void write_by_async_proxy(const void* address, int bytes, const void* pc);
+void order_async_writes(const void* shared_address, int bytes);  // they are complete, and someone has waited for them
 extern bool check_races;
 void add_region(std::size_t elements, std::size_t size, bool writable);  // size: bytes of an element; all are added before map_regions
 void map_regions();

@@ -1,0 +1,120 @@
+"""The same product on Hopper's matrix unit (templates/stages/staged_warpgroup.cuh): its tiles and its shared memory.
+
+Operands are K-major with 128-byte swizzle (PTX ISA, "Shared Memory Matrix Layout"): rows of 64 indices of the sum, which the accesses of
+both kernels to operand A meet without bank conflicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from codegen.layout import Access
+
+SUM_TILE = 64
+"""Indices of the sum in one step: a swizzled row of 128 bytes."""
+ROW = 32
+"""Words of a swizzled row."""
+WARPS = 4
+"""Of a warpgroup, each with 16 of its 64 rows."""
+COLUMN_TILES = (8, 12, 16, 24, 32)
+"""Column tiles of one instruction."""
+
+
+@dataclass(frozen=True)
+class WarpgroupProduct:
+    """A tiled product as one kernel computes it; sizes in elements, offsets in words.
+
+    operands: 1, or 2 with the rests; warp_columns: 8-column tiles of a block, all of which every warp has; down: warps of a block, with 16
+    rows each; sum: the padded length of the sum; copy: neighbouring weights that can be read at once; run: neighbouring columns of the
+    result that a lane has.
+    """
+
+    operands: int
+    warp_columns: int
+    down: int
+    stages: int
+    parts: int
+    blocks: int
+    sum: int
+    all_columns: int
+    copy: int
+    run: int
+    sum_tile: int = SUM_TILE
+
+    @property
+    def row_tiles(self) -> int:
+        return self.down
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.warp_columns
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.down
+
+    @property
+    def b_tile(self) -> int:
+        """Words of what one step needs of operand B."""
+        return self.operands * self.columns * ROW
+
+    @property
+    def buffers(self) -> int:
+        """Where the buffers start, behind operand A."""
+        return self.operands * 16 * self.row_tiles * self.sum // 2
+
+    @property
+    def barriers(self) -> int:
+        """Where the buffers' barriers start, of two words each."""
+        return self.buffers + self.stages * self.b_tile
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * (self.barriers + 2 * self.stages)
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.all_columns // self.columns)
+
+    @property
+    def packed(self) -> int:
+        """Words that the packed weights take."""
+        return self.column_tiles * (self.sum // SUM_TILE) * self.b_tile
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of eight weights to pack."""
+        return self.packed // (4 * self.operands)
+
+    @property
+    def norm_pairs(self) -> int:
+        """Pairs of tokens that a warp normalises at once: up to 64 values a lane."""
+        held = 4 * -(-self.sum // 128)
+        return next((pairs for pairs in (4, 2) if 2 * pairs * held <= 64), 1)
+
+    @property
+    def registers(self) -> int:
+        """An estimate of registers a thread, from below: accumulators, addressing."""
+        return 40 + 4 * self.warp_columns * self.operands
+
+    def conflicts(self) -> dict[str, int]:
+        """Access name -> extra wavefronts of one warp-wide access; a row is a swizzled one."""
+        return {access.name: access.conflicts(ROW) for access in (_NORMALISED, _ATTENDED)}
+
+
+def _swizzled(row: int, index: int) -> int:
+    """The word of a row that has an index; see `swizzled` in templates/warpgroup.cu.j2."""
+    return (index // 8 ^ row % 8) * 4 + index % 8 // 2
+
+
+def _normalised(lane: int) -> tuple[int, int]:
+    """Four channels of one token a lane; the upper half warp has the next tile of the sum."""
+    return 0, _swizzled(0, 4 * lane % SUM_TILE)
+
+
+def _attended(lane: int) -> tuple[int, int]:
+    """A word of a fragment of eight rows a lane."""
+    return lane // 4, _swizzled(lane // 4, 2 * (lane % 4))
+
+
+_NORMALISED, _ATTENDED = Access("tokens as operand A", 2, _normalised), Access("fragments as operand A", 1, _attended)

@@ -1,0 +1,36 @@
+template <typename Math>
+struct PairedStores;  // for Maths that hand on two column tiles in pieces of 16 bytes
+
+// TILES neighbouring column tiles of a row tile's q, k and v, the first of which is number `step` of them all, into scratch.
+template <typename C, int TILES>
+__device__ __forceinline__ void store_fragments(float* query, float* key, float* value, int tile, int step, int lane, const float (&acc)[TILES][4]) {
+  using Math = typename C::Math;
+  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8, TOGETHER = C::STORED_TILES == 2 && TILES % 2 == 0 ? 2 : 1;
+  const int sequence = tile / C::TILES;
+#pragma unroll
+  for (int j = 0; j < TILES; j += TOGETHER) {
+    const int which = (step + j) / INNER_STEPS, within = (step + j) % INNER_STEPS;
+    if (step + j >= 3 * INNER_STEPS) break;
+    const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * C::ROW_TILE;
+    if (which == 0) {
+      float scaled[TOGETHER][4];  // in units of the exponent of two
+#pragma unroll
+      for (int c = 0; c < 4 * TOGETHER; ++c) scaled[c / 4][c % 4] = acc[j + c / 4][c % 4] * C::EXPONENT_SCALE;
+      if constexpr (TOGETHER == 2)
+        PairedStores<Math>::query(query + at, within % STEPS, lane, scaled);
+      else
+        Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, scaled[0]);
+    } else if constexpr (TOGETHER == 2) {
+      const float(&pair)[2][4] = reinterpret_cast<const float(&)[2][4]>(acc[j]);
+      if (which == 1)
+        PairedStores<Math>::key(key + at, within % STEPS, lane, pair);
+      else
+        PairedStores<Math>::value(value + at, within % STEPS, lane, pair);
+    } else {
+      if (which == 1)
+        Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, acc[j]);
+      else
+        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, acc[j]);
+    }
+  }
+}

@@ -1,0 +1,121 @@
+// The tiled product on Hopper's matrix unit. P states it: a block has ROW_TILES * 16 rows, four of these tiles a warpgroup, and turns over
+// column tiles of COLUMNS, of which the PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE, one swizzled
+// row of 64 indices. Operand A stays in shared memory for all of the sum, in the order [rounded, rest][tile of the sum][row]. The weights
+// come as kernel 0 has packed them: what a step needs is one piece, brought into one of STAGES buffers by one bulk copy.
+template <typename Math>
+struct HalfFormat;
+template <typename F, int N>
+struct HalfFormat<HalfCore<F, N>> {
+  using Format = F;
+  static constexpr int OPERANDS = N;  // 1, or 2 with the rests
+};
+
+template <typename P>
+struct WarpgroupProduct {
+  using Math = typename P::Math;
+  using Format = typename HalfFormat<Math>::Format;
+  static constexpr int OPERANDS = HalfFormat<Math>::OPERANDS, TILES = P::WARP_COLUMN_TILES, ROWS = 16 * P::ROW_TILES;
+  static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
+  static constexpr int A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = SUM_TILES * A_TILE, B_OPERAND = P::COLUMNS * SWIZZLED_ROW;
+
+  // N neighbouring indices from `index` on of a row, into operand A.
+  template <int N>
+  static __device__ __forceinline__ void store_row(float* a, int row, int index, const float (&values)[N]) {
+    unsigned words[OPERANDS][N / 2];
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const typename Math::Words split = Math::split(values[i], values[i + 1]);
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) words[which][i / 2] = split.part[which];
+    }
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / P::SUM_TILE * A_TILE + swizzled(row, index % P::SUM_TILE), words[which]);
+  }
+
+  static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {
+    const int stage = step % P::STAGES, tile = (part + step / SUM_TILES * P::PARTS) * SUM_TILES + step % SUM_TILES;
+    start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);
+  }
+
+  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns.
+  template <typename Fill, typename Store>
+  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Store store_result) {
+    const int row_tile = threadIdx.x / 32, warpgroup = row_tile / 4;
+    const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < P::STAGES; ++stage) init_barrier(shared + P::BARRIERS + 2 * stage);
+      publish_barriers();
+      for (int step = 0; step < min(P::STAGES, steps); ++step) start(shared, packed, step, part);
+    }
+    fill(shared);
+    fence_async_proxy();
+    __syncthreads();  // operand A and the barriers are there for all
+    int step = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
+#pragma unroll 1
+      for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
+        const int stage = step % P::STAGES;
+        const unsigned long long a = matrix_descriptor(shared + sum_tile * A_TILE + warpgroup * (64 * SWIZZLED_ROW));
+        const unsigned long long b = matrix_descriptor(shared + P::BUFFERS + stage * P::B_TILE);
+        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, step / P::STAGES % 2);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < P::SUM_TILE / 16; ++k) {
+          const bool accumulate = sum_tile > 0 || k > 0;
+          if constexpr (OPERANDS == 2) {
+            wgmma(Format{}, rest, a + A_OPERAND / 4 + 2 * k, b + 2 * k, accumulate);
+            wgmma(Format{}, rest, a + 2 * k, b + B_OPERAND / 4 + 2 * k, true);
+          }
+          wgmma(Format{}, acc, a + 2 * k, b + 2 * k, accumulate);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        __syncthreads();  // the step before is done for all, and its buffer is free
+        if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, packed, step - 1 + P::STAGES, part);
+      }
+      wgmma_wait<0>();
+      keep_in_registers(acc);
+      if constexpr (OPERANDS == 2) {
+        keep_in_registers(rest);
+#pragma unroll
+        for (int j = 0; j < TILES; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
+      }
+      store_result(row_tile, (part + turn * P::PARTS) * P::COLUMNS, acc);
+    }
+  }
+
+  // Kernel 0: eight neighbouring weights of a column, number `chunk` of them all, to where a bulk copy takes them from: tiles of the columns
+  // and in them of the sum, each as a buffer holds it. Weights are split here, once for all blocks.
+  static __device__ __forceinline__ void pack(const Element* __restrict__ weight, float* packed, int chunk) {
+    const int k = chunk % 8 * 8, column = chunk / 8 % P::COLUMNS, tile = chunk / 8 / P::COLUMNS;
+    const int row = tile / SUM_TILES * P::COLUMNS + result_column<P::RUN>(column), index = tile % SUM_TILES * P::SUM_TILE + k;
+    float values[8] = {};
+    constexpr int N = P::COPY;
+#pragma unroll
+    for (int i = 0; i < 8; i += N) {
+      const Element* from = P::weight(weight, row, index + i);
+      if (from == nullptr) continue;
+      if constexpr (N >= PER_WORD) {
+        load(reinterpret_cast<float(&)[N]>(values[i]), from);
+      } else {
+        float two[2] = {};
+        load_some<true>(two, from, true, 0, 1);
+        values[i] = two[0];
+      }
+    }
+    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled(column, k);
+    unsigned words[OPERANDS][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const typename Math::Words split = Math::split(values[2 * i], values[2 * i + 1]);
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) words[which][i] = split.part[which];
+    }
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) store(to + which * B_OPERAND, words[which]);
+  }
+};

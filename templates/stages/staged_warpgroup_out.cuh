@@ -1,0 +1,27 @@
+// Kernel 3: output product, bias and residual, written to the grid by stride. The attention's result comes as fragments of 16 rows and 16
+// indices, whose words go to their rows.
+template <typename C>
+__device__ __forceinline__ void warpgroup_output(const float* attended, const Element* x, Element* y, const float* packed, const Element* __restrict__ out_bias, int row_tiles,
+                                                 float* shared) {
+  using P = typename C::Out;
+  using Product = WarpgroupProduct<P>;
+  constexpr int OPERANDS = Product::OPERANDS, PAGES = C::INNER / 16 * OPERANDS, ALL_PAGES = P::SUM / 16 * OPERANDS;  // of a row tile: there are, with padding
+  const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
+  const float* rows = attended + static_cast<long long>(first_tile) * (PAGES * 128);
+  Product::run(
+      shared, packed, part,
+      [&](float* a) {
+#pragma unroll 8
+        for (int at = threadIdx.x / 32; at < P::ROW_TILES * ALL_PAGES; at += P::THREADS / 32) {
+          const int row_tile = at / ALL_PAGES, page = at % ALL_PAGES, index = page / OPERANDS * 16 + 2 * (lane % 4), row = 16 * row_tile + lane / 4;
+          float quad[4] = {};  // (g, k), (g+8, k), (g, k+8), (g+8, k+8)
+          if (first_tile + row_tile < row_tiles && page < PAGES) load(quad, rows + (row_tile * PAGES + page) * 128 + 4 * lane);
+          float* to = a + page % OPERANDS * Product::A_OPERAND + index / P::SUM_TILE * Product::A_TILE;
+#pragma unroll
+          for (int word = 0; word < 4; ++word) to[swizzled(row + word % 2 * 8, index % P::SUM_TILE + word / 2 * 8)] = quad[word];
+        }
+      },
+      [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
+        add_residual<C, P::WARP_COLUMN_TILES>(x, y, out_bias, first_tile + row_tile, row_tiles, column, lane, acc);
+      });
+}

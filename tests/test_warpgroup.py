@@ -1,0 +1,234 @@
+"""The staged family's products on Hopper's matrix unit: right on the emulator, planted faults, what is legal, and what compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from codegen.module import read_module, write_module
+from codegen.render import Source, render
+from codegen.spec import BlockSpec, SpecError
+from codegen.staged import DTYPE_MATHS, StagedConfig, StagedPlan, alternatives, default
+from codegen.target import target
+from codegen.warpgroup_product import COLUMN_TILES, WarpgroupProduct
+from emitted import PREDICTED
+from emulated import error_of
+from tuner.compile import compile_source
+from tuner.emulator import EmulationError, Emulator
+from tuner.space import parse_fixed, space
+from tuner.verify import Checker
+
+TARGET = target("sm_90")
+TOLERANCE = 1e-5
+BOTH = ("qkv", "out")
+# Several tiles of the sum and of the columns in each product, both with zeros behind; a row tile and a block that are not full.
+WIDE = BlockSpec(dim=72, heads=3, height=4, width=35, batch=1, axes=("row",))
+
+
+def by_warpgroups(spec: BlockSpec, groups: tuple[str, ...] = BOTH, math: str | None = None, **changes: int) -> StagedConfig:
+    """A legal configuration of the spec's first axis in which the products of `groups` are wgmma's."""
+    start = default(spec.problem(spec.axes[0]), TARGET, math, "mma")
+    assert start is not None
+    shape = {"warp_rows": 1, "across": 1, "sum_tile": 64, "down": 4, "warp_columns": 8, "stages": 2, "parts": 1, "blocks": 1} | changes
+    values = {f"{group}_{name}": value for group in groups for name, value in shape.items()}
+    config = dataclasses.replace(start, **{f"{group}_engine": "wgmma" for group in groups}, **values)
+    assert not (reasons := StagedPlan(spec.problem(spec.axes[0]), config).reasons(TARGET)), reasons
+    return config
+
+
+def rendered(spec: BlockSpec, groups: tuple[str, ...] = BOTH, **changes: int) -> Source:
+    return render(spec, {spec.axes[0]: by_warpgroups(spec, groups, **changes)})
+
+
+def right(source: Source, cache: Path, order: str = "forward") -> bool:
+    """Whether it agrees with float64: within TOLERANCE, or twice the error of PyTorch's own form in 16 bits."""
+    if source.spec.itemsize == 4:
+        return error_of(source, cache, order=order) < TOLERANCE
+    emulator = Emulator(source, cache, run_limit=60)
+    return Checker(source.spec, seed=1, quick=True)(lambda x, weights: emulator.run(x, weights, order=order)).ok
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("warpgroup")
+
+
+@pytest.mark.parametrize("dtype", DTYPE_MATHS)
+@pytest.mark.parametrize("groups", [("qkv",), ("out",), BOTH], ids="+".join)
+def test_each_product_agrees_with_float64(groups: tuple[str, ...], dtype: str, cache: Path) -> None:
+    source = rendered(dataclasses.replace(WIDE, dtype=dtype), groups, down=8, stages=3)
+    assert right(source, cache) and right(source, cache, "reverse")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_legal_configurations_agree_with_float64(seed: int, cache: Path) -> None:
+    """Heads of 12, 11, 38, 8, 72 and more channels, rows of weights that start on 16 bytes or on 2, lengths around multiples of 16."""
+    draw = random.Random(seed)
+    dim, heads = ((24, 2), (33, 3), (38, 1), (40, 5), (96, 3), (72, 1), (64, 8), (18, 3), (136, 2), (34, 2), (63, 1), (130, 5))[seed]
+    axes = draw.choice((("row",), ("col",)))
+    spec = BlockSpec(
+        dim, heads, draw.choice((1, 3, 17, 33)), draw.choice((2, 16, 31, 65)), batch=1, axes=axes, dtype=[*DTYPE_MATHS][seed % 3]
+    )
+    start = by_warpgroups(spec)
+    for group in BOTH:
+        names = [f"{group}_{name}" for name in ("down", "warp_columns", "stages", "parts")]
+        for _ in range(200):
+            config = dataclasses.replace(start, **{name: draw.choice(StagedConfig.tunables()[name]) for name in names})
+            if not StagedPlan(spec.problem(axes[0]), config).reasons(TARGET):
+                start = config
+                break
+    assert right(render(spec, {axes[0]: start}), cache, draw.choice(("forward", "reverse", "random:5"))), start
+
+
+MUTANTS = {
+    "rows are not swizzled": (r"\(\(index / 8\) \^ \(row % 8\)\)", "(index / 8)"),
+    "weights are packed without swizzle": (r"tile\) \* P::B_TILE \+ swizzled\(column, k\)", "tile) * P::B_TILE + column * 32 + k / 2"),
+    "eight rows are 512 bytes apart": (r"\(1024ull >> 4\) << 32", "(512ull >> 4) << 32"),
+    "no fence before the products' barrier": (r"fence_async_proxy\(\);\n    __syncthreads", "__syncthreads"),
+    "no barrier before the products": (r"__syncthreads\(\);  // operand A and", "//"),
+    "no barrier before a buffer is filled again": (r"__syncthreads\(\);  // the step before", "//"),
+    "the copy is not waited for": (r"wait_for_bulk_copy\(shared .*\n", "\n"),
+    "the wrong phase is waited for": (r"step / P::STAGES % 2\)", "(step / P::STAGES + 1) % 2)"),
+    "a buffer is filled again a step too early": (r"wgmma_wait<1>\(\);", ""),
+    "the products are not waited for": (r"wgmma_wait<0>\(\);", ""),
+    "no wgmma_fence": (r"  wgmma_fence\(\);\n", "\n"),
+    "no commit": (r"  wgmma_commit\(\);\n", "\n"),
+    "the accumulators are not cleared": (r"sum_tile > 0 \|\| k > 0", "true || k > 0"),
+    "the second half of a row is the first": (r"a \+ 2 \* k, b \+ 2 \* k, acc", "a + 2 * (k % 2), b + 2 * k, acc"),
+    "all warpgroups have the first one's rows": (r"warpgroup \* \(64 \* SWIZZLED_ROW\)", "0"),
+    "a part's column tiles are its neighbour's": (r"\(part \+ step / SUM_TILES \* P::PARTS\)", "(step / SUM_TILES)"),
+    "rows g and g+8 are swapped": (r"word % 2 \* 8, index % P::SUM_TILE", "8 - word % 2 * 8, index % P::SUM_TILE"),
+    "weights past the last channel are not zeros": (r"if \(from == nullptr\) continue;", "if (from == nullptr) from = weight;"),
+    "a barrier is waited for that is not initialised": (r"init_barrier\(shared .*\n", "publish_barriers();\n"),
+}
+REST_MUTANTS = {
+    "the rests are swapped": (r"rest, a \+ 2 \* k, b \+ B_OPERAND / 4", "rest, a + A_OPERAND / 4 + 2 * k, b + B_OPERAND / 4"),
+    "a rest is left out": (r"wgmma\(Format\{\}, rest, a \+ A_OPERAND / 4 \+ 2 \* k, b \+ 2 \* k, accumulate\);", ""),
+    "the rests are not scaled back": (r"fmaf\(rest\[j\]\[c\], 1\.0f / Math::SCALE, acc", "fmaf(rest[j][c], 1.0f, acc"),
+}
+
+
+@pytest.mark.parametrize("fault", [*MUTANTS, *REST_MUTANTS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_planted_fault_is_caught(fault: str, dtype: str, cache: Path) -> None:
+    if fault in REST_MUTANTS and dtype != "float32":
+        pytest.skip("16-bit operands have no rests")
+    pattern, replacement = (MUTANTS | REST_MUTANTS)[fault]
+    spec = dataclasses.replace(WIDE, dtype=dtype)
+    source = rendered(spec, down=8, parts=2)
+    text, count = re.subn(pattern, replacement, source.text)
+    assert count, f"the source no longer has {pattern!r}: write this mutant anew"
+    try:
+        found = not right(dataclasses.replace(source, text=text), cache)
+    except EmulationError as error:
+        assert error.report.kind != "compile", f"the mutant does not compile, so it shows nothing: {error}"
+        found = True
+    assert found, fault
+
+
+def test_the_emulator_says_which_fence_is_missing(cache: Path) -> None:
+    source = rendered(WIDE)
+    text = source.text.replace("fence_async_proxy();\n    __syncthreads", "__syncthreads")
+    with pytest.raises(EmulationError, match="wrote without fence_async_proxy"):
+        error_of(dataclasses.replace(source, text=text), cache)
+
+
+def test_wgmma_is_for_16_bit_operands_on_sm_90_in_whole_warpgroups() -> None:
+    problem, config = WIDE.problem("row"), by_warpgroups(WIDE)
+
+    def objection(arch: str = "sm_90", **changes: int | str) -> str:
+        return "; ".join(StagedPlan(problem, dataclasses.replace(config, **changes)).reasons(target(arch)))
+
+    assert not objection()
+    for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
+        assert f"{arch} has no wgmma" in objection(arch)
+    assert "not those of tf32x3" in objection(math="tf32x3")
+    assert "a warp has one row tile" in objection(qkv_warp_rows=2)
+    assert "a warpgroup is 4 warps" in objection(out_down=2)
+    assert "is not of wgmma" in objection(out_warp_columns=6)
+    assert "out_sum_tile 32" in objection(out_sum_tile=32)
+    assert "out_warp_columns 16 exceeds 8 of mma" in objection(out_engine="mma", out_warp_columns=16)
+    for arch in ("sm_80", "sm_100"):
+        assert (start := default(BlockSpec(256, 8, 128, 256, 1).problem("row"), target(arch))) is not None
+        assert (start.qkv_engine, start.out_engine) == ("mma", "mma")
+
+
+def test_a_search_starts_from_each_engine_and_keeps_to_it() -> None:
+    problem = BlockSpec(256, 8, 128, 256, 1).problem("row")
+    here = space(problem, TARGET, family="staged", fixed=parse_fixed(["math=fp16x3"]))
+    engines = [(start.qkv_engine, start.out_engine) for start in here.starts() if isinstance(start, StagedConfig)]
+    assert engines[0] == ("wgmma", "wgmma") and len(set(engines)) == len(engines) == 4
+    assert len(alternatives(problem, target("sm_80"), "fp16x3")) == 1
+    draw = random.Random(3)
+    for start in here.starts():
+        for names in StagedConfig.groups().values():
+            focused = here.focused(names, start)
+            found = {focused.random(draw) for _ in range(20)}
+            assert len(found) > 5 and all(here.legal(config) for config in found)
+    with pytest.raises(SpecError, match="has no wgmma"):
+        space(problem, target("sm_80"), family="staged", fixed=parse_fixed(["qkv_engine=wgmma"]))
+    fixed = space(problem, TARGET, family="staged", fixed=parse_fixed(["qkv_engine=mma"]))
+    assert isinstance(fixed.start, StagedConfig) and fixed.start.qkv_engine == "mma" and fixed.legal(fixed.start)
+
+
+def test_a_configuration_from_before_the_engines_is_one_of_mma() -> None:
+    config = StagedConfig()
+    old = {name: value for name, value in config.to_dict().items() if not name.endswith("_engine")}
+    assert StagedConfig.from_dict(old) == config
+    for name in ("math", "qkv_down"):
+        with pytest.raises(SpecError, match="unknown or missing"):
+            StagedConfig.from_dict({key: value for key, value in old.items() if key != name})
+    with pytest.raises(SpecError, match="unknown or missing engine"):
+        StagedConfig.from_dict({**old, "engine": "mma"})
+
+
+@pytest.mark.parametrize("dtype", DTYPE_MATHS)
+@pytest.mark.parametrize("shape", [(256, 8, 128, 256), (512, 8, 128, 128), (64, 4, 512, 512), (128, 8, 65, 130), (768, 12, 64, 196)])
+def test_defaults_of_large_blocks_are_of_wgmma_without_spills_or_conflicts(shape: tuple[int, int, int, int], dtype: str) -> None:
+    spec = BlockSpec(*shape, batch=1, dtype=dtype, axes=("row",))
+    config = default(spec.problem("row"), TARGET)
+    assert config is not None and (config.qkv_engine, config.out_engine) == ("wgmma", "wgmma")
+    plan = StagedPlan(spec.problem("row"), config)
+    for product in plan.packed.values():
+        assert set(product.conflicts().values()) == {0}
+        assert product.buffers % 256 == product.b_tile % 256 == 0, "a swizzled matrix starts on 1024 bytes"
+    source = render(spec, {"row": config})
+    assert source.arch(TARGET) == "sm_90a"
+    compiled = compile_source(source, TARGET)
+    assert len(compiled.resources) == 4 and not any(used.local_bytes for used in compiled.resources.values())
+
+
+@pytest.mark.parametrize("warp_columns", COLUMN_TILES)
+@pytest.mark.parametrize("math", ["bf16", "fp16"])
+def test_each_width_of_an_instruction_assembles(math: str, warp_columns: int) -> None:
+    dtype = next(name for name, maths in DTYPE_MATHS.items() if math in maths)
+    spec = BlockSpec(256, 8, 128, 256, 1, dtype=dtype, axes=("row",))
+    compile_source(rendered(spec, warp_columns=warp_columns), TARGET)
+
+
+def test_packed_weights_are_scratch_of_one_size_for_every_batch() -> None:
+    spec = dataclasses.replace(WIDE, dtype="bfloat16")
+    source = rendered(spec)
+    plan = StagedPlan(spec.problem("row"), by_warpgroups(spec))
+    assert isinstance(plan.qkv, WarpgroupProduct)
+    inner = 3 * 32  # heads of 24 channels take 32
+    assert dict(source.packed) == {"packed_qkv": -(-3 * inner // 64) * 64 * 128, "packed_out": 128 * 128}
+    assert source.buffers(3)["packed_out"] == source.buffers(1)["packed_out"]
+    pack = source.kernels[0]
+    assert pack.count(spec, 1) == pack.count(spec, 7) == (5 * 64 * 128 + 128 * 128) // 8
+    assert pack.arguments == ("qkv_weight", "out_weight", "packed_qkv", "packed_out")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_module_of_such_kernels_is_built_for_the_architecture_alone(dtype: str, tmp_path: Path) -> None:
+    spec = dataclasses.replace(WIDE, dtype=dtype)
+    configs = {"row": by_warpgroups(spec)}
+    source = render(spec, configs)
+    path = write_module(tmp_path, source, configs, PREDICTED, TARGET)
+    module = read_module(path)
+    assert module.configs == configs and module.source == source
+    assert "arch=compute_90a,code=sm_90a" in path.read_text() and "sm90_predicted" in path.name

@@ -1,0 +1,237 @@
+// Hopper's asynchronous units (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "cp.async.bulk", "mbarrier"): the products
+// of a warpgroup, copies by the bulk engine and the barriers on which these complete.
+//
+// A product happens when its thread waits for it, each thread computing its own part of the result. Until then the accumulators hold
+// NaN, so that a missing wait gives a wrong result; operands are read at that time, so that a buffer that is written too early gives one
+// too, or a race. Their start counts as a read as well, so that a missing barrier before it is a race. A copy's target holds NaN until
+// someone waits for it; from then on its writes are ordered before all that follows.
+#include <cstring>
+#include <vector>
+
+#include "fibers.h"
+
+namespace emulator {
+
+float half_to_float(std::uint16_t half);
+
+namespace {
+
+struct Product {
+    float* sums;
+    int tiles;
+    std::uint64_t a, b;
+    bool accumulate, bf16;
+    int group;
+    const void* pc;
+};
+
+struct Sums {
+    float* at;  // the accumulators of the thread
+    std::vector<float> values;
+};
+
+struct Products {
+    std::vector<Product> started;
+    std::vector<Sums> sums;
+    int group = 0;  // of the next product; those before are committed
+    bool fenced = false;
+};
+Products products[max_threads];
+
+struct Copy {
+    char* to;
+    const char* from;
+    int bytes;
+};
+
+struct Barrier {
+    const void* at;
+    unsigned phases = 0;  // completed
+    bool busy = false;
+    Copy copy{};
+    std::vector<int> waiting;  // threads for which no copy was under way
+};
+std::vector<Barrier> barriers;  // of the block; reserved, so that they stay where they are
+constexpr std::size_t most_barriers = 64;
+
+[[noreturn]] void refuse(const char* text, const void* pc) { report("protocol", pc, nullptr, text); }
+
+float nan() {
+    const std::uint32_t bits = 0x7fffdeadu;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Where row `row` and index `k` of a K-major matrix with 128-byte swizzle lie ("Matrix Descriptor Format", "Strides"): eight rows of 128
+// bytes are an atom, STRIDE bytes from the one before; the index of a 16-byte chunk is XORed with bits 7 to 9 of the address.
+struct Matrix {
+    std::size_t start, stride;
+    Matrix(std::uint64_t descriptor, const void* pc) : start((descriptor & 0x3fff) << 4), stride((descriptor >> 32 & 0x3fff) << 4) {
+        if (descriptor >> 62 != 1) refuse("multiplies a matrix whose descriptor does not say 128-byte swizzle, the only one known here", pc);
+        if (start / 128 % 8) refuse("multiplies a matrix that does not start on 1024 bytes", pc);
+    }
+    std::size_t chunk(int row, int half) const {
+        const std::size_t address = start + std::size_t(row / 8) * stride + std::size_t(row % 8) * 128 + std::size_t(half) * 16;
+        return address ^ (address >> 7 & 7) << 4;
+    }
+};
+
+void fetch(const Matrix& matrix, int row, bool bf16, bool check, const void* pc, float (&values)[16]) {
+    for (int half = 0; half < 2; ++half) {
+        const std::size_t at = matrix.chunk(row, half);
+        if (check || at + 16 > here.kernel->shared_bytes) read_by_async_proxy(reinterpret_cast<const char*>(shared) + at, 16, pc);
+        std::uint16_t words[8];
+        std::memcpy(words, reinterpret_cast<const char*>(shared) + at, 16);
+        for (int i = 0; i < 8; ++i) {
+            const std::uint32_t bits = std::uint32_t(words[i]) << 16;
+            if (bf16)
+                std::memcpy(&values[8 * half + i], &bits, 4);
+            else
+                values[8 * half + i] = half_to_float(words[i]);
+        }
+    }
+}
+
+int lane() { return here.thread % lanes; }
+int own_row() { return here.thread / lanes % 4 * 16 + lane() / 4; }  // of 64, and the eighth after it
+bool checks(int tile) { return tile % 8 == lane() / 4; }             // the lanes divide the checks of operand B
+
+// The reads of a product that starts.
+void touch(const Product& p) {
+    const Matrix a(p.a, p.pc), b(p.b, p.pc);
+    const auto read = [&p](const Matrix& matrix, int row) {
+        for (int half = 0; half < 2; ++half) read_by_async_proxy(reinterpret_cast<const char*>(shared) + matrix.chunk(row, half), 16, p.pc);
+    };
+    read(a, own_row());
+    read(a, own_row() + 8);
+    for (int j = 0; j < p.tiles; ++j)
+        for (int c = 0; c < 2; ++c)
+            if (checks(j)) read(b, 8 * j + 2 * (lane() % 4) + c);
+}
+
+// The thread's part of a product of 64 rows, 8 * tiles columns and 16 indices: the accumulators of wgmma.m64nNk16 are those of
+// mma.m16n8k16 tiles side by side, 16 rows a warp.
+void multiply(const Product& p, float* sums) {
+    const Matrix a(p.a, p.pc), b(p.b, p.pc);
+    float upper[16], lower[16], column[16];
+    fetch(a, own_row(), p.bf16, true, p.pc, upper);
+    fetch(a, own_row() + 8, p.bf16, true, p.pc, lower);
+    for (int j = 0; j < p.tiles; ++j)
+        for (int c = 0; c < 2; ++c) {
+            fetch(b, 8 * j + 2 * (lane() % 4) + c, p.bf16, checks(j), p.pc, column);
+            float& first = sums[4 * j + c];
+            float& second = sums[4 * j + 2 + c];
+            if (!p.accumulate) first = second = 0.0f;
+            for (int k = 0; k < 16; ++k) first += upper[k] * column[k], second += lower[k] * column[k];
+        }
+}
+
+Sums* find(Products& own, const float* at) {
+    for (Sums& sums : own.sums)
+        if (sums.at == at) return &sums;
+    return nullptr;
+}
+
+Barrier& barrier_at(const void* at, const void* pc) {
+    for (Barrier& barrier : barriers)
+        if (barrier.at == at) return barrier;
+    refuse("uses a barrier that is not initialised", pc);
+}
+
+void complete(Barrier& barrier) {
+    std::memcpy(barrier.copy.to, barrier.copy.from, std::size_t(barrier.copy.bytes));
+    order_async_writes(barrier.copy.to, barrier.copy.bytes);
+    barrier.busy = false;
+    ++barrier.phases;
+}
+
+}  // namespace
+
+void forget_products(int thread) {
+    products[thread] = {};
+    if (thread == 0) barriers.clear(), barriers.reserve(most_barriers);
+}
+
+void fence_registers(int line) {
+    meet("wgmma_fence", ~0u, line, [](Warp&) {});
+    products[here.thread].fenced = true;
+}
+
+void start_product(float* sums, int tiles, std::uint64_t a, std::uint64_t b, bool accumulate, bool bf16) {
+    Products& own = products[here.thread];
+    const void* pc = __builtin_return_address(0);
+    if (!own.fenced) refuse("starts a warpgroup's products without wgmma_fence() before the first of them", pc);
+    Sums* kept = find(own, sums);
+    if (!kept) {
+        own.sums.push_back({sums, std::vector<float>(sums, sums + 4 * tiles)});
+        for (int i = 0; i < 4 * tiles; ++i) sums[i] = nan();
+    }
+    own.started.push_back({sums, tiles, a, b, accumulate, bf16, own.group, pc});
+    touch(own.started.back());
+}
+
+void commit_products(int line) {
+    meet("wgmma_commit", ~0u, line, [](Warp&) {});
+    Products& own = products[here.thread];
+    ++own.group;
+    own.fenced = false;
+}
+
+void wait_for_products(int groups, int line) {
+    meet("wgmma_wait", ~0u, line, [](Warp&) {});
+    Products& own = products[here.thread];
+    std::size_t done = 0;
+    for (; done < own.started.size() && own.started[done].group < own.group - groups; ++done)
+        multiply(own.started[done], find(own, own.started[done].sums)->values.data());
+    own.started.erase(own.started.begin(), own.started.begin() + std::ptrdiff_t(done));
+    for (std::size_t i = 0; i < own.sums.size();) {
+        const Sums& sums = own.sums[i];
+        bool busy = false;
+        for (const Product& p : own.started) busy = busy || p.sums == sums.at;
+        if (busy) {
+            ++i;
+        } else {
+            std::memcpy(sums.at, sums.values.data(), sums.values.size() * sizeof(float));
+            own.sums.erase(own.sums.begin() + std::ptrdiff_t(i));
+        }
+    }
+}
+
+void init_barrier(const void* at) {
+    for (Barrier& barrier : barriers)
+        if (barrier.at == at) refuse("initialises a barrier twice", __builtin_return_address(0));
+    if (barriers.size() == most_barriers) refuse("initialises more barriers than the emulator has", __builtin_return_address(0));
+    barriers.push_back({at});
+}
+
+void start_bulk_copy(float* to, const float* from, int bytes, const void* at) {
+    const void* pc = __builtin_return_address(0);
+    if (bytes % 16 || reinterpret_cast<std::uintptr_t>(to) % 16 || reinterpret_cast<std::uintptr_t>(from) % 16)
+        report("misaligned", pc, nullptr, "copies in bulk from or to an address, or a size, that is not a multiple of 16 bytes");
+    Barrier& barrier = barrier_at(at, pc);
+    if (barrier.busy) complete(barrier);
+    read_by_async_proxy(from, bytes, pc);
+    write_by_async_proxy(to, bytes, pc);
+    for (int i = 0; i < bytes / 4; ++i) to[i] = nan();
+    barrier.busy = true;
+    barrier.copy = {reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes};
+    for (const int thread : barrier.waiting) resume(thread);
+    barrier.waiting.clear();
+}
+
+void wait_for_bulk_copy(const void* at, int parity, int line) {
+    Barrier& barrier = barrier_at(at, __builtin_return_address(0));
+    while ((barrier.phases & 1) == unsigned(parity)) {
+        if (barrier.busy) {
+            complete(barrier);
+        } else {
+            barrier.waiting.push_back(here.thread);
+            pause("wait_for_bulk_copy", line);
+        }
+    }
+}
+
+unsigned shared_offset(const void* address) { return unsigned(static_cast<const char*>(address) - reinterpret_cast<const char*>(shared)); }
+
+}  // namespace emulator
