@@ -17,8 +17,10 @@ Value = int | str | bool
 
 
 def tunable(default: Value, values: tuple[Value, ...], help: str, added: bool = False) -> Any:
-    """A dataclass field with the values a search may choose from and one line of help. added: it is younger than configurations on disk, in
-    which its absence means the default."""
+    """A dataclass field with the values a search may choose from and one line of help.
+
+    added: configurations have been written without it, and mean its default.
+    """
     return dataclasses.field(default=default, metadata={"values": values, "help": help, "added": added})
 
 
@@ -51,11 +53,11 @@ class Config:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The configuration that `data` (from a record, a storage or a command line) states; SpecError when it has
         unknown or missing names or values outside the space."""
+        data = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata["added"]} | dict(data)
         names = set(cls.tunables())
         given = set(data) - {"family"}
-        added = {f.name for f in dataclasses.fields(cls) if f.metadata["added"]}
-        if odd := ", ".join(sorted((given ^ names) - (added - given))):
+        if odd := ", ".join(sorted(given ^ names)):
             raise SpecError(f"not a {cls.family} configuration: unknown or missing {odd}")
         if data.get("family", cls.family) != cls.family:
             raise SpecError(f"not a {cls.family} configuration: family {data['family']!r}")
-        return cls(**{name: data[name] for name in names & given})
+        return cls(**{name: data[name] for name in names})

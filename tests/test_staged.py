@@ -141,7 +141,7 @@ MUTANTS = {
     "a turn of the copies is left out": (r"turn < TURNS; ++turn", "turn < TURNS - 1; ++turn", 1.0),
     "no barrier before the scores": (r"__syncthreads\(\);  // the step's keys", "//", 1.0),
     "padded keys are not masked": (r"C::LENGTH % S::KEY_TILE != 0 &&", "false &&", 1.0),
-    "queries are not in units of the exponent": (r" \* C::EXPONENT_SCALE", "", 1.0),
+    "queries are not in units of the exponent": (r"which == 0 \? C::EXPONENT_SCALE", "which == 0 ? 1.0f", 1.0),
     "k and v are swapped": (r"which == 1\)", "which == 2)", 1.0),
     "the residual is left out": (r"load_channels<C::DIM>\(sums\[half\]\[run\], x", "load_channels<0>(sums[half][run], x", 1.0),
     "the bias is left out": (r"load_channels<C::DIM>\(bias", "load_channels<0>(bias", 1.0),

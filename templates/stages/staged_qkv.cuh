@@ -1,6 +1,5 @@
 // Kernel 1: LayerNorm and the QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
-// [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece; q times
-// EXPONENT_SCALE, so that scores are exponents as they come.
+// [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece.
 template <typename C>
 __device__ __forceinline__ void qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
                                     const Element* __restrict__ qkv_weight, float* query, float* key, float* value, int row_tiles, float* shared) {
