@@ -101,7 +101,7 @@ class Attention:
         are raised. Tensor cores that sum weights make the limit 2, so that it has to be room for growth; else it is what fp16's
         absolute error of 2^-25 is small beside."""
         if self.sums == "product":
-            return 4.0 if self.math in _NARROW else 32.0
+            return 8.0 if self.math in _NARROW else 32.0
         return -4.0 if self.math in _NARROW else 0.0
 
     @property
@@ -115,7 +115,7 @@ class Attention:
     def floor(self) -> float:
         """The least sum of a row's weights in the first tile: below it the type's smallest numbers, or its absolute error, are no longer
         small beside it."""
-        return {"fp16x3": 1.0, "fp16": 2.0**-6}.get(self.math, 2.0**-64)
+        return {"fp16x3": 1.0, "fp16": 2.0**-12}.get(self.math, 2.0**-64)
 
     # What it takes
 
