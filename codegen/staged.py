@@ -38,6 +38,7 @@ _ENGINES = ("mma", "wgmma")
 _WARP_ROWS, _WARP_COLUMNS, _DOWN, _ACROSS = (1, 2, 4), (2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8)
 _MMA_COLUMNS, _MMA_DOWN = 8, 8  # the most that mma.sync has registers and uses for
 _SUM_TILES, _STAGES, _PARTS, _BLOCKS = (16, 32, 64), (2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4)
+_WEIGHTS_OF_16_BITS = ("bf16", "fp16")
 _PRODUCT = ("warp_rows", "warp_columns", "down", "across", "sum_tile", "stages", "parts", "blocks")
 
 
@@ -49,8 +50,8 @@ class StagedConfig(Config):
 
     math: str = tunable("tf32x3", tuple(m for maths in DTYPE_MATHS.values() for m in maths), "arithmetic of the products")
 
-    qkv_engine: str = tunable("mma", _ENGINES, "QKV product: instructions, mma.sync or Hopper's wgmma", added=True)
-    out_engine: str = tunable("mma", _ENGINES, "output product: instructions, mma.sync or Hopper's wgmma", added=True)
+    qkv_engine: str = tunable("mma", _ENGINES, "QKV product: instructions, mma.sync or Hopper's wgmma", before="mma")
+    out_engine: str = tunable("mma", _ENGINES, "output product: instructions, mma.sync or Hopper's wgmma", before="mma")
 
     qkv_warp_rows: int = tunable(4, _WARP_ROWS, "QKV product: 16-row tiles of a warp")
     qkv_warp_columns: int = tunable(4, _WARP_COLUMNS, "QKV product: 8-column tiles of a warp")
@@ -61,9 +62,12 @@ class StagedConfig(Config):
     qkv_parts: int = tunable(1, _PARTS, "QKV product: blocks that share rows and divide the columns")
     qkv_blocks: int = tunable(1, _BLOCKS, "QKV product: blocks a multiprocessor must be able to hold, which caps registers")
 
-    attn_warps: int = tunable(4, (1, 2, 4, 8), "attention: warps of a block, each with 16 queries")
+    attn_warps: int = tunable(4, (1, 2, 4, 8), "attention: warps of a block")
+    attn_rows: int = tunable(1, (1, 2), "attention: 16-query tiles of a warp", before=1)
     attn_key_tile: int = tunable(32, (16, 32, 64, 128), "attention: keys of one step of the streaming softmax")
-    attn_stages: int = tunable(2, _STAGES, "attention: buffers for keys and values under way")
+    attn_stages: int = tunable(2, (1, *_STAGES), "attention: buffers for keys and values under way; 1: one for all of a sequence")
+    attn_sums: str = tunable("add", ("add", "product"), "attention: sums of weights by additions, or by one more product", before="add")
+    attn_polynomial: int = tunable(0, (0, 1, 2, 3, 4), "attention: of eight exponentials, those computed as polynomials", before=0)
     attn_blocks: int = tunable(1, _BLOCKS, "attention: blocks a multiprocessor must be able to hold, which caps registers")
 
     out_warp_rows: int = tunable(4, _WARP_ROWS, "output product: 16-row tiles of a warp")
@@ -188,7 +192,7 @@ class StagedPlan:
     def out(self) -> Product | WarpgroupProduct:
         return self._product("out", self.inner, self.dim, 2, self._copy(self.head_dim))
 
-    # The attention's shared memory, in words: queries, then stages of keys and values
+    # The attention's shared memory, in words: buffers of keys and then values
     @property
     def row_tile(self) -> int:
         """Words of a row tile of one head, there and in scratch."""
@@ -205,30 +209,74 @@ class StagedPlan:
         return _value_stride(self.padded_head_dim, self.config.math == "ffma")
 
     @property
-    def attn_buffers(self) -> int:
-        return self.config.attn_warps * self.row_tile
+    def key_words(self) -> int:
+        """Of a tile of keys."""
+        return self.config.attn_key_tile // 16 * self.row_tile
+
+    @property
+    def value_words(self) -> int:
+        """Of a tile of keys' values."""
+        return self.key_words if self.half else self.config.attn_key_tile * self.value_stride
+
+    @property
+    def attn_tiles(self) -> int:
+        """Tiles of keys in one buffer."""
+        return _ceil(16 * self.tiles, self.config.attn_key_tile) if self.config.attn_stages == 1 else 1
+
+    @property
+    def attn_values(self) -> int:
+        """Where a buffer's values start."""
+        return self.attn_tiles * self.key_words
 
     @property
     def attn_buffer(self) -> int:
-        rows = self.config.attn_key_tile
-        keys = rows // 16 * self.row_tile
-        return keys + (keys if self.half else rows * self.value_stride)
+        return self.attn_tiles * (self.key_words + self.value_words)
 
     @property
     def attn_shared_bytes(self) -> int:
-        return 4 * (self.attn_buffers + self.config.attn_stages * self.attn_buffer)
+        return 4 * self.config.attn_stages * self.attn_buffer
+
+    @property
+    def floor(self) -> float:
+        """The least sum of a row's weights in the first tile: below it the type's smallest numbers are no longer small beside them."""
+        return 2.0**-6 if self._narrow else 2.0**-64
+
+    @property
+    def holds_queries(self) -> bool:
+        """Whether a warp keeps its queries in registers for the whole sequence; else it reads them again for each tile of keys."""
+        return self.config.math != "ffma" and self.padded_head_dim <= 64
 
     @property
     def attn_groups(self) -> int:
         """Blocks that share a sequence and head."""
-        return _ceil(self.tiles, self.config.attn_warps)
+        return _ceil(self.tiles, self.config.attn_warps * self.config.attn_rows)
+
+    @property
+    def _narrow(self) -> bool:
+        """Whether weights are of a type with few exponents, 2^-24 to 65,504."""
+        return self.config.math in ("fp16", "fp16x3")
+
+    @property
+    def headroom(self) -> float:
+        """log2 of 1 over the weight of a score that equals the reference: the further it is under the limit, the fewer references
+        are raised. Tensor cores that sum weights make the limit 2, so that it has to be room for growth; else it is what fp16's
+        absolute error of 2^-25 is small beside."""
+        if self.config.attn_sums == "product":
+            return 4.0 if self._narrow else 32.0
+        return -4.0 if self._narrow else 0.0
+
+    @property
+    def limit(self) -> float:
+        """The largest sum of a lane's weights in a tile; weights have to fit their type, and what is summed of them float32."""
+        return 2.0 if self.config.attn_sums == "product" else 2.0**15
 
     @property
     def attn_registers(self) -> int:
         """An estimate of registers a thread, from below: scores, result, operands, addressing."""
-        twice = 2 if self.parts == 2 else 1
+        rows, twice = self.config.attn_rows, 2 if self.parts == 2 else 1
         scores, result = 4 * self.config.attn_key_tile // 8, 4 * self.padded_head_dim // 8
-        return 64 + max(twice * scores + result, scores + twice * result)
+        query = self.row_tile // 32 if self.holds_queries else 0
+        return 24 + rows * (scores + twice * result + query)
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
@@ -311,8 +359,14 @@ class StagedPlan:
                     f"{group}_sum_tile {product.sum_tile} adds zeros alone",
                 ),
             ]
+        short = c.math in _WEIGHTS_OF_16_BITS
         rules += [
-            (c.attn_warps <= 2 * self.tiles, f"attn_warps {c.attn_warps} exceeds what {self.tiles} row tiles need"),
+            (
+                c.attn_warps * c.attn_rows <= 2 * self.tiles,
+                f"attn_warps {c.attn_warps} x attn_rows {c.attn_rows} exceeds what {self.tiles} row tiles need",
+            ),
+            (c.attn_sums == "add" or short, f"attn_sums {c.attn_sums} needs weights of 16 bits, which math {c.math} has not"),
+            (c.attn_polynomial == 0 or short, f"attn_polynomial is not exact enough for math {c.math}"),
             (c.attn_key_tile < 32 * self.tiles, f"attn_key_tile {c.attn_key_tile} exceeds what {self.tiles} row tiles need"),
         ]
         return [reason for holds, reason in rules if not holds]
@@ -349,7 +403,7 @@ def default(problem: AxisProblem, target: Target, math: str | None = None, engin
         return next((config for config in found if config is not None), None)
     chosen: dict[str, Any] = {}
     products = [_careful_product(problem, group, math, engine, target) for group in ("qkv", "out")]
-    for careful in (products[0], _careful_attention(), products[1]):
+    for careful in (products[0], _careful_attention(problem, math), products[1]):
         for candidate in careful:
             config = StagedConfig(math=math, **{**_FRUGAL, **chosen, **candidate})
             prefix = next(iter(candidate)).split("_")[0]
@@ -378,8 +432,11 @@ def alternatives(problem: AxisProblem, target: Target, math: str) -> list[Staged
 _FRUGAL: dict[str, Any] = {
     **{f"{group}_{name}": value for group in ("qkv", "out") for name, value in zip(_PRODUCT, (1, 2, 1, 1, 16, 2, 1, 1), strict=True)},
     "attn_warps": 1,
+    "attn_rows": 1,
     "attn_key_tile": 16,
     "attn_stages": 2,
+    "attn_sums": "add",
+    "attn_polynomial": 0,
     "attn_blocks": 1,
 }
 
@@ -437,8 +494,23 @@ def _careful_tiles(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]
         yield {f"{group}_{name}": value for name, value in zip(_PRODUCT, values, strict=True)}
 
 
-def _careful_attention() -> Iterator[dict[str, Any]]:
-    for blocks, (warps, tile), stages in itertools.product(
-        (2, 1), ((8, 64), (4, 64), (8, 32), (4, 32), (2, 32), (4, 16), (2, 16), (1, 16)), (3, 2)
-    ):
-        yield {"attn_warps": warps, "attn_key_tile": tile, "attn_stages": stages, "attn_blocks": blocks}
+def _careful_attention(problem: AxisProblem, math: str) -> Iterator[dict[str, Any]]:
+    """Candidates from fast to frugal: two row tiles a warp where registers last, so that both share what is read of keys and values; all
+    keys of a sequence resident, where two blocks or more fit with them; small tiles, so that registers allow for many warps.
+
+    16-bit weights of narrow heads leave the tensor cores waiting for exponentials: these sum the weights then, and some exponentials are
+    polynomials.
+    """
+    half = math in _WEIGHTS_OF_16_BITS
+    narrow = half and problem.block.head_dim <= 32
+    tricks = {"attn_sums": "product" if narrow else "add", "attn_polynomial": (2 if problem.block.head_dim <= 16 else 1) if narrow else 0}
+    rows = 2 if problem.block.head_dim <= {"bf16": 64, "fp16": 64, "fp16x3": 32}.get(math, 0) else 1
+    tile = 16 if math == "fp16x3" else 32
+    shapes: tuple[tuple[int, int, int, int], ...] = ((4, 1, tile, 2), (4, 1, 16, 2), (2, rows, tile, 4), (2, 1, 16, 4), (1, 1, 16, 4))
+    if problem.block.head_dim <= 64:
+        shapes = ((8, rows, tile, 2), (4, rows, tile, 3), *shapes)
+    few = ((4, rows, tile, 1), (4, 1, 16, 1), (2, 1, 16, 1), (1, 1, 16, 1))
+    tiles = _ceil(problem.length, 16)
+    for stages, (warps, each, key_tile, blocks) in (*itertools.product((1, 3, 2), shapes), *itertools.product((3, 2), few)):
+        if warps * each <= max(1, tiles):
+            yield {"attn_warps": warps, "attn_rows": each, "attn_key_tile": key_tile, "attn_stages": stages, "attn_blocks": blocks} | tricks

@@ -303,3 +303,12 @@ def test_nothing_is_measured_twice_without_storage_or_records(tmp_path: Path) ->
     run(tmp_path, backend, spec=BlockSpec(dim=32, heads=2, height=32, width=32, batch=2), fixed={}, records=None, resume=False, trials=6)
     asked = [tuple(candidate.configs.items()) for candidate in backend.asked if len(candidate.configs) == 1]
     assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("family", ["sequence", "staged"])
+def test_the_default_is_the_first_trial_of_each_axis(tmp_path: Path, family: str) -> None:
+    backend = FakeBackend()
+    run(tmp_path, backend, fixed={"family": family}, trials=6)
+    for axis in ("row", "col"):
+        first = next(c.configs[axis] for c in backend.asked if tuple(c.configs) == (axis,))
+        assert first == spaces(SPEC, target("sm_90"))[axis][family].start

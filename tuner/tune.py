@@ -157,12 +157,11 @@ class _Tuning:
         title = "rows" if axis == "row" else "columns"
         scores: dict[Config, float] = {}
         goes_on = True
-        if len(families) > 1 or self.ranked:  # a family whose default is far behind is not worth the trials; defaults come first
-            for name, here in families.items():
-                goes_on = goes_on and self._search_one(f"{title}, {name}: default", here.focused((), here.start), 1, end, scores)
-            best = min(scores.values(), default=float("inf"))
-            near = {name: here for name, here in families.items() if scores.get(here.start, float("inf")) <= best * HOPELESS}
-            families = near or families
+        for name, here in families.items():  # the defaults come first, whatever else is known to be good
+            label = f"{title}, {name}: default" if len(families) > 1 else f"{title}: default"
+            goes_on = goes_on and self._search_one(label, here.focused((), here.start), 1, end, scores)
+        best = min(scores.values(), default=float("inf"))  # a family whose default is far behind is not worth the trials
+        families = {name: here for name, here in families.items() if scores.get(here.start, float("inf")) <= best * HOPELESS} or families
         for name, here in families.items():
             starts = here.starts()[1:] if len(here.config_type.groups()) > 1 else []
             for start in dict.fromkeys(starts + self._best_elsewhere(here)):
