@@ -17,6 +17,8 @@ from codegen.warpgroup_product import WarpgroupProduct
 from tuner.trial import Resources
 from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts
 
+SPECIAL_CYCLES = 8  # of a scheduler's special-function unit for an instruction of a warp: 16 results a cycle and multiprocessor
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -118,14 +120,25 @@ def _by_warps(plan: StagedPlan, p: Product, first: bool) -> _Block:
 
 
 def _attention(plan: StagedPlan) -> _Block:
+    """As counted in SASS for sm_90; a tile here is the 8 keys and 16 queries of one accumulator tile, of which a lane has four scores."""
     c, cost = plan.config, MATHS[plan.config.math]
-    keys, head, steps = c.attn_key_tile // 8, plan.padded_head_dim // 8, math.ceil(16 * plan.tiles / c.attn_key_tile)
-    scores = head * (cost.load_a + cost.split_a + keys * (cost.key + cost.split_b + cost.product))
-    weighted = keys * (cost.share + cost.split_a + 2 * cost.split_pair + head * (cost.value + cost.split_b + cost.product))
-    copies = 2 * c.attn_key_tile / 16 * plan.row_tile / 4 / (32 * c.attn_warps)
-    instructions = steps * (scores + weighted + 14 * keys + 16 + 4 * head + 20 + 4 * copies) + 40 + head * 12
-    tiles = 2 * c.attn_warps * steps * keys * head
-    bytes_read = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps)
-    wavefronts = 2 * tiles * plan.row_tile / (16 * plan.padded_head_dim) + bytes_read / 128
-    blocks = plan.problem.sequences * plan.problem.block.heads * plan.attn_groups
-    return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + 0.1 * steps), 0.0)
+    rows, keys, head, resident = c.attn_rows, c.attn_key_tile // 8, plan.padded_head_dim // 8, c.attn_stages == 1
+    steps = math.ceil(16 * plan.tiles / c.attn_key_tile)
+    shared = keys * head * (cost.key + cost.value + 2 * cost.split_b)  # by a warp's row tiles
+    queries = head * (cost.split_a + (0.0 if plan.attention.holds_queries else cost.load_a))
+    products = 2 * head * cost.product + (cost.product if c.attn_sums == "product" else 0.0)
+    added = (0.75 if c.attn_sums == "product" else 4.0) + (
+        0.0 if plan.parts == 1 else 4.0
+    )  # sums; rests of scores, or what they start from
+    exponentials = 4 * (1 - c.attn_polynomial / 8)
+    each = products + exponentials + 4 * c.attn_polynomial + added + cost.share + cost.split_a + 2 * cost.split_pair
+    copies = 2 * plan.row_tile / 4 / (32 * c.attn_warps)  # of a row tile, by a thread
+    instructions = steps * max(
+        shared + rows * (queries + keys * each) + 18 + (0 if resident else 30), SPECIAL_CYCLES * rows * keys * exponentials
+    )
+    instructions += plan.tiles * copies * (2 if resident else 3) + 60 + rows * head * 12
+    tiles = c.attn_warps * steps * rows * keys * (2 * head + (1 if c.attn_sums == "product" else 0))
+    bytes_read = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps * rows)
+    wavefronts = 4 * c.attn_warps * steps * keys * head * plan.row_tile / (16 * plan.padded_head_dim) + 2 * bytes_read / 128
+    blocks = plan.problem.sequences * plan.problem.block.heads * plan.attention.groups
+    return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + (0 if resident else 0.1) * steps), 0.0)
