@@ -107,7 +107,6 @@ def test_a_variant_that_is_off_leaves_no_trace(family: str) -> None:
     text = source_of(BlockSpec(**SHAPE), family).text
     for word in (
         "qkv_bias",
-        "biases",
         "load_bias",
         "RMSNorm",
         "normalise_token",
