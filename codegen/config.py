@@ -16,10 +16,12 @@ from codegen.spec import SpecError
 Value = int | str | bool
 
 
-def tunable(default: Value, values: tuple[Value, ...], help: str, added: bool = False) -> Any:
-    """A dataclass field with the values a search may choose from and one line of help. added: it is younger than configurations on disk, in
-    which its absence means the default."""
-    return dataclasses.field(default=default, metadata={"values": values, "help": help, "added": added})
+def tunable(default: Value, values: tuple[Value, ...], help: str, before: Value | None = None) -> Any:
+    """A dataclass field with the values a search may choose from and one line of help.
+
+    before: what configurations have that were recorded when the tunable did not exist; None for those that always did.
+    """
+    return dataclasses.field(default=default, metadata={"values": values, "help": help, "before": before})
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,13 @@ class Config:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The configuration that `data` (from a record, a storage or a command line) states; SpecError when it has
-        unknown or missing names or values outside the space."""
+        unknown or missing names or values outside the space. A tunable that is younger than `data` has its value from before."""
         names = set(cls.tunables())
+        younger = {f.name: f.metadata["before"] for f in dataclasses.fields(cls) if f.metadata["before"] is not None}
+        data = {**younger, **data}
         given = set(data) - {"family"}
-        added = {f.name for f in dataclasses.fields(cls) if f.metadata["added"]}
-        if odd := ", ".join(sorted((given ^ names) - (added - given))):
+        if odd := ", ".join(sorted(given ^ names)):
             raise SpecError(f"not a {cls.family} configuration: unknown or missing {odd}")
         if data.get("family", cls.family) != cls.family:
             raise SpecError(f"not a {cls.family} configuration: family {data['family']!r}")
-        return cls(**{name: data[name] for name in names & given})
+        return cls(**{name: data[name] for name in names})

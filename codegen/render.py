@@ -168,7 +168,7 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
         axis=axis,
         threads=plan.threads,
         shared_bytes=plan.shared_bytes,
-        items_per_block=plan.config.sequences,
+        items_per_block=plan.config.sequences * plan.config.rounds,
         dependent_launch=plan.config.dependent_launch and follows,
         arguments=("x", "y", *plan.problem.block.parameters, *plan.problem.block.terms),
     )
@@ -193,7 +193,7 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
         kernels.append(Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, pack, "chunks", fixed=chunks))
     kernels += [
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
-        kernel("attention", "sequences", 1, block.heads * plan.attn_groups, (query, key, value, attended, *block.terms)),
+        kernel("attention", "sequences", 1, block.heads * plan.attention.groups, (query, key, value, attended, *block.terms)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
     ]
     if block.post_norm:

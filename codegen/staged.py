@@ -25,9 +25,11 @@ from typing import Any, ClassVar
 
 from codegen import sequence
 from codegen.config import Config, tunable
-from codegen.layout import Access, padded_stride
+from codegen.layout import padded_stride
 from codegen.sequence import HALF_PARTS, RESERVED_SHARED, norm_store
 from codegen.spec import AxisProblem, refusal
+from codegen.streamed_attention import Attention
+from codegen.streamed_attention import careful as careful_attention
 from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import COLUMN_TILES, SUM_TILE, WARPS, WarpgroupProduct
@@ -50,8 +52,8 @@ class StagedConfig(Config):
 
     math: str = tunable("tf32x3", tuple(m for maths in DTYPE_MATHS.values() for m in maths), "arithmetic of the products")
 
-    qkv_engine: str = tunable("mma", _ENGINES, "QKV product: instructions, mma.sync or Hopper's wgmma", added=True)
-    out_engine: str = tunable("mma", _ENGINES, "output product: instructions, mma.sync or Hopper's wgmma", added=True)
+    qkv_engine: str = tunable("mma", _ENGINES, "QKV product: instructions, mma.sync or Hopper's wgmma", before="mma")
+    out_engine: str = tunable("mma", _ENGINES, "output product: instructions, mma.sync or Hopper's wgmma", before="mma")
 
     qkv_warp_rows: int = tunable(4, _WARP_ROWS, "QKV product: 16-row tiles of a warp")
     qkv_warp_columns: int = tunable(4, _WARP_COLUMNS, "QKV product: 8-column tiles of a warp")
@@ -62,9 +64,12 @@ class StagedConfig(Config):
     qkv_parts: int = tunable(1, _PARTS, "QKV product: blocks that share rows and divide the columns")
     qkv_blocks: int = tunable(1, _BLOCKS, "QKV product: blocks a multiprocessor must be able to hold, which caps registers")
 
-    attn_warps: int = tunable(4, (1, 2, 4, 8), "attention: warps of a block, each with 16 queries")
+    attn_warps: int = tunable(4, (1, 2, 4, 8), "attention: warps of a block")
+    attn_rows: int = tunable(1, (1, 2), "attention: 16-query tiles of a warp", before=1)
     attn_key_tile: int = tunable(32, (16, 32, 64, 128), "attention: keys of one step of the streaming softmax")
-    attn_stages: int = tunable(2, _STAGES, "attention: buffers for keys and values under way")
+    attn_stages: int = tunable(2, (1, *_STAGES), "attention: buffers for keys and values under way; 1: one for all of a sequence")
+    attn_sums: str = tunable("add", ("add", "product"), "attention: sums of weights by additions, or by one more product", before="add")
+    attn_polynomial: int = tunable(0, (0, 1, 2, 3, 4), "attention: of eight exponentials, those computed as polynomials", before=0)
     attn_blocks: int = tunable(1, _BLOCKS, "attention: blocks a multiprocessor must be able to hold, which caps registers")
 
     out_warp_rows: int = tunable(4, _WARP_ROWS, "output product: 16-row tiles of a warp")
@@ -91,19 +96,10 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-_VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
-_VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
-
-
 @cache
 def _page(parts: int, fragment: int, vector: int) -> int:
     """Words from one page of LayerNorm's result to the next."""
     return padded_stride(128, (norm_store(parts, fragment, 32, vector),))
-
-
-@cache
-def _value_stride(columns: int, ffma: bool) -> int:
-    return padded_stride(columns, (_VALUES_FFMA if ffma else _VALUES,))
 
 
 @dataclass(frozen=True)
@@ -189,47 +185,17 @@ class StagedPlan:
     def out(self) -> Product | WarpgroupProduct:
         return self._product("out", self.inner, self.dim, 2, self._copy(self.head_dim))
 
-    # The attention's shared memory, in words: queries, then stages of keys and values
     @property
     def row_tile(self) -> int:
-        """Words of a row tile of one head, there and in scratch."""
+        """Words of a row tile of one head, in scratch and where it is copied."""
         return 8 * (self.parts or 2) * self.padded_head_dim
 
-    @property
-    def value_columns(self) -> int:
-        return self.row_tile if self.half else self.padded_head_dim
-
     @cached_property
-    def value_stride(self) -> int:
-        if self.half:
-            return self.row_tile  # fragments, one after another
-        return _value_stride(self.padded_head_dim, self.config.math == "ffma")
-
-    @property
-    def attn_buffers(self) -> int:
-        return self.config.attn_warps * self.row_tile
-
-    @property
-    def attn_buffer(self) -> int:
-        rows = self.config.attn_key_tile
-        keys = rows // 16 * self.row_tile
-        return keys + (keys if self.half else rows * self.value_stride)
-
-    @property
-    def attn_shared_bytes(self) -> int:
-        return 4 * (self.attn_buffers + self.config.attn_stages * self.attn_buffer)
-
-    @property
-    def attn_groups(self) -> int:
-        """Blocks that share a sequence and head."""
-        return _ceil(self.tiles, self.config.attn_warps)
-
-    @property
-    def attn_registers(self) -> int:
-        """An estimate of registers a thread, from below: scores, result, operands, addressing."""
-        twice = 2 if self.parts == 2 else 1
-        scores, result = 4 * self.config.attn_key_tile // 8, 4 * self.padded_head_dim // 8
-        return 64 + max(twice * scores + result, scores + twice * result)
+    def attention(self) -> Attention:
+        shape: dict[str, Any] = {name.removeprefix("attn_"): getattr(self.config, name) for name in StagedConfig.groups()["attn"]}
+        return Attention(
+            math=self.config.math, tiles=self.tiles, padded_head_dim=self.padded_head_dim, row_tile=self.row_tile, **shape,
+        )  # fmt: skip
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
@@ -254,7 +220,7 @@ class StagedPlan:
         c = self.config
         return {
             "qkv": (self.qkv.threads, self.qkv.shared_bytes, c.qkv_blocks, max(self.qkv.registers, self._norm_registers)),
-            "attention": (32 * c.attn_warps, self.attn_shared_bytes, c.attn_blocks, self.attn_registers),
+            "attention": (self.attention.threads, self.attention.shared_bytes, c.attn_blocks, self.attention.registers),
             "out": (self.out.threads, self.out.shared_bytes, c.out_blocks, self.out.registers),
             **({"norm": (self.norm_threads, 0, 1, 32 + _ceil(self.dim, 32))} if self.problem.block.post_norm else {}),
         }
@@ -284,7 +250,7 @@ class StagedPlan:
     @property
     def capped(self) -> dict[str, int]:
         """Tunable that caps registers -> threads of the block it concerns."""
-        return {"qkv_blocks": self.qkv.threads, "attn_blocks": 32 * self.config.attn_warps, "out_blocks": self.out.threads}
+        return {"qkv_blocks": self.qkv.threads, "attn_blocks": self.attention.threads, "out_blocks": self.out.threads}
 
     def reasons(self, target: Target) -> list[str]:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
@@ -318,10 +284,7 @@ class StagedPlan:
                     f"{group}_sum_tile {product.sum_tile} adds zeros alone",
                 ),
             ]
-        rules += [
-            (c.attn_warps <= 2 * self.tiles, f"attn_warps {c.attn_warps} exceeds what {self.tiles} row tiles need"),
-            (c.attn_key_tile < 32 * self.tiles, f"attn_key_tile {c.attn_key_tile} exceeds what {self.tiles} row tiles need"),
-        ]
+        rules += self.attention.rules()
         return [reason for holds, reason in rules if not holds]
 
     def _engine_rules(self, group: str, target: Target) -> list[tuple[bool, str]]:
@@ -356,7 +319,7 @@ def default(problem: AxisProblem, target: Target, math: str | None = None, engin
         return next((config for config in found if config is not None), None)
     chosen: dict[str, Any] = {}
     products = [_careful_product(problem, group, math, engine, target) for group in ("qkv", "out")]
-    for careful in (products[0], _careful_attention(), products[1]):
+    for careful in (products[0], careful_attention(problem, math), products[1]):
         for candidate in careful:
             config = StagedConfig(math=math, **{**_FRUGAL, **chosen, **candidate})
             prefix = next(iter(candidate)).split("_")[0]
@@ -385,8 +348,11 @@ def alternatives(problem: AxisProblem, target: Target, math: str) -> list[Staged
 _FRUGAL: dict[str, Any] = {
     **{f"{group}_{name}": value for group in ("qkv", "out") for name, value in zip(_PRODUCT, (1, 2, 1, 1, 16, 2, 1, 1), strict=True)},
     "attn_warps": 1,
+    "attn_rows": 1,
     "attn_key_tile": 16,
     "attn_stages": 2,
+    "attn_sums": "add",
+    "attn_polynomial": 0,
     "attn_blocks": 1,
 }
 
@@ -444,10 +410,3 @@ def _careful_tiles(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]
         parts = max(p for p in _PARTS if p <= min(few, column_tiles))
         values = (warp_rows, warp_columns, down, across, tile, stages, parts, blocks)
         yield {f"{group}_{name}": value for name, value in zip(_PRODUCT, values, strict=True)}
-
-
-def _careful_attention() -> Iterator[dict[str, Any]]:
-    for blocks, (warps, tile), stages in itertools.product(
-        (2, 1), ((8, 64), (4, 64), (8, 32), (4, 32), (2, 32), (4, 16), (2, 16), (1, 16)), (3, 2)
-    ):
-        yield {"attn_warps": warps, "attn_key_tile": tile, "attn_stages": stages, "attn_blocks": blocks}

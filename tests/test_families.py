@@ -58,7 +58,7 @@ def staged_cost(config: Config) -> float:
     if not isinstance(config, StagedConfig):
         return 30.0
     values = config_values(config)
-    best = {"math": "tf32x3", "qkv_stages": 2, "attn_warps": 8, "attn_stages": 3, "out_sum_tile": 16}
+    best = {"math": "tf32x3", "qkv_stages": 2, "attn_warps": 4, "attn_stages": 3, "out_sum_tile": 16}
     return 20.0 + sum(2.0 for name, value in best.items() if values[name] != value)
 
 

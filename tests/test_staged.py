@@ -129,23 +129,26 @@ def test_families_can_be_mixed(cache: Path) -> None:
         assert error_of(source, cache) < TOLERANCE
 
 
+SMALL_TILES = dict(
+    qkv_across=2, qkv_warp_columns=2, qkv_sum_tile=16, out_sum_tile=16, attn_key_tile=16, attn_warps=2, attn_rows=1, attn_stages=2
+)  # fmt: skip
 MUTANTS = {
     "weights are not waited for": (r"wait_for_copies<P::STAGES - 2>\(\);", "", 1.0),
     "one group too few is waited for": (r"wait_for_copies<P::STAGES - 2>", "wait_for_copies<P::STAGES - 1>", 1.0),
     "no barrier before the product": (r"__syncthreads\(\);  // the step's operands", "//", 1.0),
     "a buffer too few": (r"step % P::STAGES \*", "step % (P::STAGES - 1) *", 1.0),
     "keys are not waited for": (r"wait_for_copies<S::STAGES - 2>\(\);", "", 1.0),
+    "a turn of the copies is left out": (r"turn < TURNS; ++turn", "turn < TURNS - 1; ++turn", 1.0),
     "no barrier before the scores": (r"__syncthreads\(\);  // the step's keys", "//", 1.0),
     "padded keys are not masked": (r"C::LENGTH % S::KEY_TILE != 0 &&", "false &&", 1.0),
-    "the result is not rescaled": (r"out\[0\]\[j\]\[2 \* half\] \*= correction, out", "out", 30.0),
-    "the sum is not rescaled": (r"fmaf\(sum\[half\], correction, tile_sum\)", "sum[half] + tile_sum", 30.0),
+    "queries are not in units of the exponent": (r"which == 0 \? C::EXPONENT_SCALE", "which == 0 ? 1.0f", 1.0),
     "k and v are swapped": (r"which == 1\)", "which == 2)", 1.0),
     "the residual is left out": (r"load_channels<C::DIM>\(sums\[half\]\[run\], x", "load_channels<0>(sums[half][run], x", 1.0),
     "the bias is left out": (r"load_channels<C::DIM>\(bias", "load_channels<0>(bias", 1.0),
     "columns are not where a lane's neighbours are": (r"column % 8 / 2 \* RUN", "column % 8 / 2 * 2", 1.0),
     "the last row tile is left out": (r"tile >= row_tiles\) break", "tile >= row_tiles - 1) break", 1.0),
     "a head too far": (r"C::HEADS \+ within / STEPS\)", "C::HEADS + (within / STEPS + 1) % C::HEADS)", 1.0),
-    "no gain": (r"\* inverse\[half\], gain\[i\], shift", "* inverse[half], 1.0f, shift", 1.0),
+    "no gain": (r"\* inverse\[row\], gain\[i\], shift", "* inverse[row], 1.0f, shift", 1.0),
     "a lane of a copy is left out": (r"const int copy = threadIdx.x \+", "const int copy = (threadIdx.x | 1) +", 1.0),
 }
 
@@ -153,8 +156,7 @@ MUTANTS = {
 @pytest.mark.parametrize("fault", MUTANTS)
 def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
     pattern, replacement, scale = MUTANTS[fault]
-    changes = dict(qkv_across=2, qkv_warp_columns=2, qkv_sum_tile=16, out_sum_tile=16, attn_key_tile=16, attn_warps=2)
-    source = render(ROWS, configured(ROWS, **changes))
+    source = render(ROWS, configured(ROWS, **SMALL_TILES))
     assert error_of(source, cache, scale) < TOLERANCE
     text, count = re.subn(pattern, replacement, source.text)
     assert count, f"the source no longer has {pattern!r}: write this mutant anew"
@@ -179,8 +181,7 @@ HALF_MUTANTS = {
 def test_a_planted_fault_is_caught_in_16_bits(fault: str, cache: Path) -> None:
     pattern, replacement = MUTANTS[fault][:2] if fault in MUTANTS else HALF_MUTANTS[fault]
     spec = dataclasses.replace(COLUMNS if fault in HALF_MUTANTS else ROWS, dtype="bfloat16")
-    changes = dict(qkv_across=2, qkv_warp_columns=2, qkv_sum_tile=16, out_sum_tile=16, attn_key_tile=16, attn_warps=2)
-    source = render(spec, configured(spec, **changes))
+    source = render(spec, configured(spec, **SMALL_TILES))
     text, count = re.subn(pattern, replacement, source.text)
     assert count, f"the source no longer has {pattern!r}: write this mutant anew"
     try:
@@ -205,7 +206,9 @@ def test_blocks_of_the_field_have_a_default_without_bank_conflicts(shape: tuple[
         plan = StagedPlan(problem, config)
         for product in (plan.qkv, plan.out):
             assert set(product.conflicts().values()) == {0}, (axis, product)
-        assert plan.qkv.buffers % 4 == plan.qkv.b_tile % 4 == plan.out.b_tile % 4 == plan.attn_buffer % 4 == 0, "copies are of 16 bytes"
+        assert plan.qkv.buffers % 4 == plan.qkv.b_tile % 4 == plan.out.b_tile % 4 == plan.attention.buffer % 4 == 0, (
+            "copies are of 16 bytes"
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_blocks_of_the_field_have_a_default_without_bank_conflicts(shape: tuple[
 def test_defaults_compile_without_spills(shape: tuple[int, int, int, int], math: str, arch: str) -> None:
     dtype = next(name for name, maths in DTYPE_MATHS.items() if math in maths)
     spec = BlockSpec(*shape, batch=1, axes=("row",), dtype=dtype)
-    config = default(spec.problem("row"), target(arch), math)
+    config = default(spec.problem("row"), target(arch), math, "mma")
     assert config is not None
     compiled = compile_source(render(spec, {"row": config}), target(arch))
     assert len(compiled.resources) == 3 and not any(used.local_bytes for used in compiled.resources.values())
@@ -243,7 +246,7 @@ def test_operands_of_16_bits_take_half_the_memory() -> None:
     plans = [StagedPlan(single.problem("row"), dataclasses.replace(config, math="fp16x3"))]
     plans.append(StagedPlan(half.problem("row"), dataclasses.replace(config, math="bf16")))
     assert plans[0].scratch == plans[1].scratch, "elements, which are half as large"
-    assert plans[1].attn_shared_bytes == plans[0].attn_shared_bytes / 2
+    assert plans[1].attention.shared_bytes == plans[0].attention.shared_bytes / 2
     assert plans[1].qkv.shared_bytes < 0.55 * plans[0].qkv.shared_bytes and plans[1].out.shared_bytes < 0.55 * plans[0].out.shared_bytes
     assert plans[1].registers < plans[0].registers
 

@@ -71,14 +71,14 @@ def test_faults_of_the_catalogue_are_rejected_and_named(variant: str) -> None:
 
 
 FORGOTTEN: dict[str, tuple[str, dict[str, Any], str, str, str]] = {  # family, fields, pattern, replacement, diagnosis
-    "qkv bias": ("sequence", {"qkv_bias": True}, r"acc\[i\]\[j\]\[c\] \+= biases.*;", "", "QKV product: qkv bias missing"),
-    "qkv bias, staged": ("staged", {"qkv_bias": True}, r" \+ bias\[k % 2\]", "", "QKV product: qkv bias missing"),
+    "qkv bias": ("sequence", {"qkv_bias": True}, r"acc\S* \+= (biases\[[^;]*|pair\[c % 2\]);", ";", "QKV product: qkv bias missing"),
+    "qkv bias, staged": ("staged", {"qkv_bias": True}, r" \+ bias\[c % 2\]", "", "QKV product: qkv bias missing"),
     "post-norm": ("sequence", {"post_norm": True}, r"\n +normalise_token<.*;", "", "post-norm: missing, not LayerNorm"),
     "post-norm, staged": (
         "staged", {"post_norm": True, "norm": "rms"}, r"\n +if \(token < tokens\).*;", "", "post-norm: missing, not RMSNorm",
     ),
     "scale": ("sequence", {"head_dim": 16}, r"(EXPONENT_SCALE = [\d.e+-]+f)", r"\1 * 1.41421356f", "scores: scaled by 1/sqrt(dim / heads)"),
-    "residual": ("staged", {"post_norm": True}, r" \+ residual\[[01]\];", ";", "residual: x is not added"),
+    "residual": ("staged", {"post_norm": True}, r"load_channels<C::DIM>\(sums\[half\]\[run\], x .*(?=;)", "", "residual: x is not added"),
 }  # fmt: skip
 
 

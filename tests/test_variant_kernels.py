@@ -13,6 +13,7 @@ import pytest
 from codegen.families import FAMILIES, plan_of
 from codegen.render import Source, render
 from codegen.spec import BlockSpec
+from codegen.staged import default as staged_default
 from codegen.target import target
 from tuner.compile import compile_source
 from tuner.emulator import EmulationError, Emulator
@@ -79,6 +80,21 @@ def test_random_configurations_of_random_variants_agree_with_float64(seed: int, 
     assert right(render(spec, configs), cache, draw.choice(("forward", "reverse", "random:5"))), (spec, configs)
 
 
+@pytest.mark.parametrize("variant", ["everything", "qkv bias", "post-norm", "no output bias"])
+@pytest.mark.parametrize("math", ["fp16x3", "bf16"])
+def test_variants_in_registers_in_rounds_and_by_warpgroups(variant: str, math: str, cache: Path) -> None:
+    """What the searches may choose beside the defaults: heads in registers or not, rounds of sequences, products by wgmma."""
+    fields = {**SHAPE, "axes": ("row",), "dtype": "float32" if math == "fp16x3" else "bfloat16", **GENERATED[variant]}
+    for changes in ({"heads": "shared"}, {"heads": "registers"}, {"heads": "registers", "rounds": 2}):
+        spec = BlockSpec(**fields)
+        here = space(spec.problem("row"), TARGET, fixed={"math": math, **changes})
+        assert right(render(spec, {"row": here.start}), cache), changes
+    spec = BlockSpec(**{**fields, "dim": 72, "heads": 3})
+    config = staged_default(spec.problem("row"), TARGET, math, "wgmma")
+    assert config is not None
+    assert right(render(spec, {"row": config}), cache)
+
+
 @pytest.mark.parametrize("families", [("sequence", "staged"), ("staged", "sequence")])
 def test_families_can_be_mixed(families: tuple[str, str], cache: Path) -> None:
     spec = BlockSpec(**{**SHAPE, **GENERATED["everything"], "residual": True})
@@ -89,7 +105,16 @@ def test_families_can_be_mixed(families: tuple[str, str], cache: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_variant_that_is_off_leaves_no_trace(family: str) -> None:
     text = source_of(BlockSpec(**SHAPE), family).text
-    for word in ("qkv_bias", "biases", "load_bias", "RMSNorm", "normalise_token", "HEADS * C::HEAD_DIM", "HEADS * HEAD_DIM", "_norm("):
+    for word in (
+        "qkv_bias",
+        "load_bias",
+        "RMSNorm",
+        "normalise_token",
+        "store_output",
+        "HEADS * C::HEAD_DIM",
+        "HEADS * HEAD_DIM",
+        "_norm(",
+    ):
         assert word not in text, word
     assert ("channels.cuh" not in text) and text.count("load_channels(float") == (family == "staged")
 
@@ -108,23 +133,14 @@ def test_variants_compile_without_spills(family: str, dtype: str, arch: str) -> 
 
 # name -> family ("" both), what is unusual about the block, pattern, replacement; every match is replaced
 MUTANTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "qkv bias missing": ("sequence", {"qkv_bias": True}, r"acc\[i\]\[j\]\[c\] \+= biases\[j\]\[c % 2\];", ""),
-    "qkv bias missing (staged)": ("staged", {"qkv_bias": True}, r" \+ bias\[k % 2\]", ""),
-    "qkv bias added twice": ("sequence", {"qkv_bias": True}, r"\+= biases\[j\]\[c % 2\]", "+= 2.0f * biases[j][c % 2]"),
-    "qkv bias of the neighbouring channel": ("sequence", {"qkv_bias": True}, r"biases\[j\]\[c % 2\]", "biases[j][1 - c % 2]"),
-    "qkv bias of the neighbouring channel (staged)": ("staged", {"qkv_bias": True}, r"bias\[k % 2\]", "bias[1 - k % 2]"),
+    "qkv bias missing": ("sequence", {"qkv_bias": True}, r"acc\S* \+= (biases\[[^;]*|pair\[c % 2\]);", ";"),
+    "qkv bias missing (staged)": ("staged", {"qkv_bias": True}, r" \+ bias\[c % 2\]", ""),
+    "qkv bias of the neighbouring channel": ("", {"qkv_bias": True}, r"(biases\[j \+ c / 4\]|pair|bias)\[c % 2\]", r"\1[1 - c % 2]"),
     "qkv bias of k and v is q's": ("sequence", {"qkv_bias": True}, r"bias \+ head \* C::HEAD_DIM", "bias + head % C::HEADS * C::HEAD_DIM"),
     "qkv bias of k and v is q's (staged)": ("staged", {"qkv_bias": True}, r"\(which \* C::HEADS \+ within / STEPS\)", "(within / STEPS)"),
     "qkv bias by padded heads": ("sequence", {"qkv_bias": True}, r"bias \+ head \* C::HEAD_DIM", "bias + head * C::PADDED_HEAD_DIM"),
-    "an output bias that is off": ("", {"out_bias": False}, r"acc\[i\]\[j\]\[2 \* half\]", "0.125f + acc[i][j][2 * half]"),
-    "the residual is added although it is off": (
-        "sequence", {"residual": False}, r"pair\[0\] \+= acc\[i\]\[j\]\[2 \* half\]", "pair[0] += y[at] + acc[i][j][2 * half]",
-    ),
-    "no residual": ("", {"qkv_bias": True}, r" \+ (kept|residual)\[[01]\];", ";"),
-    "RMSNorm computed as LayerNorm": (
-        "sequence", {"norm": "rms"}, r"(  +)(for \(int i = 0; i < VEC; \+\+i\) squares = fmaf.*)",
-        r"\1for (int i = 0; i < VEC; ++i) values[half][step][i] -= group_sum<LANES>(values[half][step][i]) / C::DIM;\n\1\2",
-    ),
+    "an output bias that is off": ("", {"out_bias": False}, r"(acc\[[^;]*?\]\[2 \* half( \+ c % 2)?\])", r"0.125f + \1"),
+    "no residual": ("", {"qkv_bias": True}, r" \+ kept\[[01]\]|load_channels<C::DIM>\(sums\[half\]\[run\], x .*(?=;)", ""),
     "RMSNorm without its root": ("", {"norm": "rms"}, r"rsqrtf\((.*)\);", r"1.0f / (\1);"),
     "RMSNorm of the sum, not the mean": ("", {"norm": "rms"}, r" \* \(1\.0f / C::DIM\) \+ C::EPSILON", " + C::EPSILON"),
     "RMSNorm without eps": ("", {"norm": "rms"}, r"\+ C::EPSILON", "+ 1.0e-30f"),

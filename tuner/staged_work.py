@@ -15,7 +15,9 @@ from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import WarpgroupProduct
 from tuner.trial import Resources
-from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts, term_bytes, term_instructions
+from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts, term_bytes, term_instructions, token_norm
+
+SPECIAL_CYCLES = 8  # of a scheduler's special-function unit for an instruction of a warp: 16 results a cycle and multiprocessor
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,10 @@ class _Block:
 
 
 def staged_parts(plan: StagedPlan, resources: Mapping[str, Resources], target: Target) -> Parts:
-    """The parts of the time of an axis' three kernels; resources: by stage ("qkv", "attention", "out")."""
+    """The parts of the time of an axis' kernels; resources: by stage ("qkv", "attention", "out", with post-norm "norm")."""
     blocks = {"qkv": _product(plan, plan.qkv, True), "attention": _attention(plan), "out": _product(plan, plan.out, False)}
+    if plan.problem.block.post_norm:
+        blocks["norm"] = _post_norm(plan)
     parts = [_parts(plan, block, plan.kernels[stage][0], resources[stage], target) for stage, block in blocks.items()]
     if plan.packed:
         parts.append(_packing(plan, target))
@@ -73,6 +77,13 @@ def _parts(plan: StagedPlan, block: _Block, threads: int, used: Resources, targe
     )
 
 
+def _post_norm(plan: StagedPlan) -> _Block:
+    """A token a warp: y is read and written."""
+    block, tokens, warps = plan.problem.block, plan.problem.sequences * plan.problem.length, plan.norm_threads // 32
+    moved = 2 * block.itemsize * tokens * plan.dim
+    return _Block(math.ceil(tokens / warps), token_norm(block), 0.0, 0.0, block.itemsize * warps * plan.dim, L2_CYCLES, moved)
+
+
 def _product(plan: StagedPlan, p: Product | WarpgroupProduct, first: bool) -> _Block:
     return _by_warpgroups(plan, p, first) if isinstance(p, WarpgroupProduct) else _by_warps(plan, p, first)
 
@@ -93,7 +104,7 @@ def _by_warpgroups(plan: StagedPlan, p: WarpgroupProduct, first: bool) -> _Block
     products = p.down // 4 * steps * 4 * (2 * p.operands - 1)
     wavefronts = products * (64 + p.columns) * 32 / 128 + (steps * p.b_tile + p.buffers) / 32
     read = 4.0 * steps * p.b_tile + itemsize * p.row_tiles * 16 * p.sum
-    moved = itemsize * tokens * plan.dim * (1 if first else 2)
+    moved = itemsize * tokens * plan.dim * (2 if not first and plan.problem.block.residual else 1)
     return _Block(blocks, instructions, tiles, wavefronts, read, L2_CYCLES * (2 + 0.05 * steps), moved)
 
 
@@ -112,22 +123,33 @@ def _by_warps(plan: StagedPlan, p: Product, first: bool) -> _Block:
     wavefronts: float = warps * sums * (4 * rows * a + 2 * columns * b * (1 + p.conflicts()["weights as operand B"]))
     wavefronts += (steps * p.columns * p.sum_tile * b + p.row_tiles * 16 * p.sum * a) / 32
     read = itemsize * (steps * p.columns * p.sum_tile + p.row_tiles * 16 * p.sum)
-    moved = itemsize * tokens * plan.dim * (1 if first else 2)
+    moved = itemsize * tokens * plan.dim * (2 if not first and plan.problem.block.residual else 1)
     waits = L2_CYCLES * (2 + 0.1 * steps * (4 - p.stages))
     return _Block(blocks, instructions, warps * sums * rows * columns, wavefronts, read, waits, moved)
 
 
 def _attention(plan: StagedPlan) -> _Block:
+    """As counted in SASS for sm_90; a tile here is the 8 keys and 16 queries of one accumulator tile, of which a lane has four scores."""
     c, cost = plan.config, MATHS[plan.config.math]
-    keys, head, steps = c.attn_key_tile // 8, plan.padded_head_dim // 8, math.ceil(16 * plan.tiles / c.attn_key_tile)
-    scores = head * (cost.load_a + cost.split_a + keys * (cost.key + cost.split_b + cost.product))
-    weighted = keys * (cost.share + cost.split_a + 2 * cost.split_pair + head * (cost.value + cost.split_b + cost.product))
-    copies = 2 * c.attn_key_tile / 16 * plan.row_tile / 4 / (32 * c.attn_warps)
-    instructions = steps * (scores + weighted + 14 * keys + 16 + 4 * head + 20 + 4 * copies) + 40 + head * 12
-    instructions += steps * term_instructions(plan.problem, keys)
-    tiles = 2 * c.attn_warps * steps * keys * head
-    bytes_read: float = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps)
-    wavefronts = 2 * tiles * plan.row_tile / (16 * plan.padded_head_dim) + bytes_read / 128
-    blocks = plan.problem.sequences * plan.problem.block.heads * plan.attn_groups
-    bytes_read += c.attn_warps * 16 * term_bytes(plan.problem)
-    return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + 0.1 * steps), 0.0)
+    rows, keys, head, resident = c.attn_rows, c.attn_key_tile // 8, plan.padded_head_dim // 8, c.attn_stages == 1
+    steps = math.ceil(16 * plan.tiles / c.attn_key_tile)
+    shared = keys * head * (cost.key + cost.value + 2 * cost.split_b)  # by a warp's row tiles
+    queries = head * (cost.split_a + (0.0 if plan.attention.holds_queries else cost.load_a))
+    products = 2 * head * cost.product + (cost.product if c.attn_sums == "product" else 0.0)
+    added = (0.75 if c.attn_sums == "product" else 4.0) + (
+        0.0 if plan.parts == 1 else 4.0
+    )  # sums; rests of scores, or what they start from
+    exponentials = 4 * (1 - c.attn_polynomial / 8)
+    each = products + exponentials + 4 * c.attn_polynomial + added + cost.share + cost.split_a + 2 * cost.split_pair
+    copies = 2 * plan.row_tile / 4 / (32 * c.attn_warps)  # of a row tile, by a thread
+    instructions = steps * max(
+        shared + rows * (queries + keys * each) + 18 + (0 if resident else 30), SPECIAL_CYCLES * rows * keys * exponentials
+    )
+    instructions += steps * rows * term_instructions(plan.problem, keys)
+    instructions += plan.tiles * copies * (2 if resident else 3) + 60 + rows * head * 12
+    tiles = c.attn_warps * steps * rows * keys * (2 * head + (1 if c.attn_sums == "product" else 0))
+    bytes_read: float = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps * rows)
+    wavefronts = 4 * c.attn_warps * steps * keys * head * plan.row_tile / (16 * plan.padded_head_dim) + 2 * bytes_read / 128
+    blocks = plan.problem.sequences * plan.problem.block.heads * plan.attention.groups
+    bytes_read += c.attn_warps * rows * 16 * term_bytes(plan.problem)
+    return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + (0 if resident else 0.1) * steps), 0.0)

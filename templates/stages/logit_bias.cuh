@@ -1,10 +1,10 @@
 // Scores become logits in powers of two: scaled, and with their bias added, of a head's LENGTH x LENGTH by query and key, which all
-// sequences share. p is a tile of scores of queries `query` and query + 8 with KEYS * 8 keys from first_key on.
-template <typename C, int KEYS>
-__device__ __forceinline__ void add_bias(float (&p)[1][KEYS][4], const Element* __restrict__ bias, int head, int query, int first_key, int lane) {
+// sequences share. p is a tile of scores of a lane's queries, `query` and every eighth after it, with KEYS * 8 keys from first_key on.
+template <typename C, int ROWS, int KEYS>
+__device__ __forceinline__ void add_bias(float (&p)[ROWS][KEYS][4], const Element* __restrict__ bias, int head, int query, int first_key, int lane) {
   constexpr float LOG2_E = 1.442695041f;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2 * ROWS; ++half) {
     const int row = query + 8 * half;
     const Element* from = bias + (static_cast<long long>(head) * C::LENGTH + row) * C::LENGTH;
 #pragma unroll
@@ -16,8 +16,9 @@ __device__ __forceinline__ void add_bias(float (&p)[1][KEYS][4], const Element* 
       } else {
         load_some<true>(added, from + key, row < C::LENGTH, key, C::LENGTH);
       }
+      float(&tile)[4] = p[half / 2][j];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) p[0][j][2 * half + i] = fmaf(p[0][j][2 * half + i], C::SCORE_SCALE, added[i] * LOG2_E);
+      for (int i = 2 * (half % 2); i < 2 * (half % 2) + 2; ++i) tile[i] = fmaf(tile[i], C::SCORE_SCALE, added[i % 2] * LOG2_E);
     }
   }
 }

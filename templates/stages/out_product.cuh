@@ -21,7 +21,7 @@ struct OutProduct {
 #pragma unroll
       for (int i = 0; i < N; ++i) to[i] = T{};
       if constexpr (C::HEAD_DIM % 2 == 0) {
-        if (real && within < C::HEAD_DIM) load_constant(to, from);
+        if (real && within < C::HEAD_DIM) load_here(to, from);
       } else {
         load_some<true>(to, from, real, within, C::HEAD_DIM);
       }
@@ -45,26 +45,29 @@ struct OutProduct {
         }
       });
 {% endif %}
+{% if spec.out_bias %}
+      float biases[C::OUT_COLUMNS][2];
+#pragma unroll
+      for (int j = 0; j < C::OUT_COLUMNS; ++j) {
+        const int column = (group * C::OUT_COLUMNS + j) * 8 + 2 * (lane % 4);
+        if (C::DIM % 8 == 0 || column < C::DIM) load_pair(biases[j], bias + column, column);
+      }
+{% endif %}
       float acc[C::OUT_ROWS][C::OUT_COLUMNS][4] = {};
       Math::template product<C::INNER, 2, 128>(acc, shared + C::QUERY + first_tile * C::QUERY_PAGES * 128, lane, operand);
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int, int column, long long at) {
-{% if spec.out_bias and spec.residual %}
-        float pair[2], kept[2];
-        load_pair(pair, bias + column, column);
-        unpack(kept, residual[i][j][half]);
-        pair[0] += acc[i][j][2 * half] + kept[0];
-        pair[1] += acc[i][j][2 * half + 1] + kept[1];
-{% elif added %}
-        float pair[2];
 {% if spec.residual %}
-        unpack(pair, residual[i][j][half]);
-{% else %}
-        load_pair(pair, bias + column, column);
+        float kept[2];
+        unpack(kept, residual[i][j][half]);
 {% endif %}
-        pair[0] += acc[i][j][2 * half], pair[1] += acc[i][j][2 * half + 1];
-{% else %}
-        const float pair[2] = {acc[i][j][2 * half], acc[i][j][2 * half + 1]};
+{% set first, second = "acc[i][j][2 * half]", "acc[i][j][2 * half + 1]" %}
+{% if spec.residual %}
+{% set first, second = first ~ " + kept[0]", second ~ " + kept[1]" %}
 {% endif %}
+{% if added | length == 2 %}
+{% set first, second = "(%s)" | format(first), "(%s)" | format(second) %}
+{% endif %}
+        const float pair[2] = { {{- "biases[j][0] + " if spec.out_bias }}{{ first }}, {{ "biases[j][1] + " if spec.out_bias }}{{ second -}} };
         if constexpr (C::DIM % 2 == 0) {
           store(y + at, pair);
         } else {
@@ -96,7 +99,7 @@ struct OutProduct {
       for (int half = 0; half < 2; ++half) {
         const int row = 16 * (first_tile + i) + 8 * half + lane / 4;
         const int token = row % C::PADDED_LENGTH, sequence = first + row / C::PADDED_LENGTH;
-        if (token >= C::LENGTH || sequence >= sequences) continue;
+        if (token >= C::LENGTH || (C::SEQUENCES > 1 && sequence >= sequences)) continue;
         const long long start = C::offset(sequence, token);
 #pragma unroll
         for (int j = 0; j < C::OUT_COLUMNS; ++j) {
@@ -119,6 +122,14 @@ struct OutProduct {
       held.pack();
       rows(shared, {{ "x, " if spec.residual }}y, {{ "bias, " if spec.out_bias }}first, sequences, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
     }
+  }
+
+  // Weights held in registers, packed, where one turn takes all columns.
+  static __device__ __forceinline__ void run_held(const float* shared, {{ "const Element* x, " if spec.residual }}Element* y, {{ "const Element* __restrict__ bias, " if spec.out_bias }}int first, int sequences,
+                                                  const Held& held) {
+    static_assert(COLUMN_GROUPS == ACROSS, "the weights of one column group are held");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    rows(shared, {{ "x, " if spec.residual }}y, {{ "bias, " if spec.out_bias }}first, sequences, warp % ACROSS, warp, lane, [&](int j, int step) { return held.values[j][step]; });
   }
 
   // Weights read from global memory (and the caches) at each use.

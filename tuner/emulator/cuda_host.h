@@ -151,10 +151,24 @@ inline void mma_m16n8k16_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0
 inline void mma_m16n8k16_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line = __builtin_LINE()) {
     ::emulator::mma_bf16(c, a, b0, b1, line);
 }
+inline void mma_from_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&from)[4], int line = __builtin_LINE()) {
+    for (int i = 0; i < 4; ++i) c[i] = from[i];
+    ::emulator::mma_fp16(c, a, b0, b1, line);
+}
+inline void mma_from_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&from)[4], int line = __builtin_LINE()) {
+    for (int i = 0; i < 4; ++i) c[i] = from[i];
+    ::emulator::mma_bf16(c, a, b0, b1, line);
+}
 inline unsigned transpose_8x8(unsigned word, int line = __builtin_LINE()) { return ::emulator::transpose(word, line); }
 // 16-bit words hold the value of the lower index in their low half.
 inline unsigned pack_fp16(float first, float second) {
     return ::emulator::float_to_half(first) | unsigned(::emulator::float_to_half(second)) << 16;
+}
+template <int N> void load_here(unsigned (&to)[N], const void* from) {
+    static_assert(N == 1 || N == 2 || N == 4, "a load takes 4, 8 or 16 bytes");
+    if constexpr (N == 4) *reinterpret_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+    else if constexpr (N == 2) *reinterpret_cast<uint2*>(to) = *static_cast<const uint2*>(from);
+    else to[0] = *static_cast<const unsigned*>(from);
 }
 inline float2 unpack_fp16(unsigned word) {
     return {::emulator::half_to_float(uint16_t(word)), ::emulator::half_to_float(uint16_t(word >> 16))};
@@ -219,6 +233,7 @@ inline float __expf(float value) { return expf(value); }
 inline float __logf(float value) { return logf(value); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float value) { return 1.0f / value; }
+inline float __saturatef(float value) { return value > 0.0f ? (value < 1.0f ? value : 1.0f) : 0.0f; }  // NaN becomes 0
 inline float __fsqrt_rn(float value) { return sqrtf(value); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
