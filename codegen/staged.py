@@ -194,7 +194,8 @@ class StagedPlan:
     def attention(self) -> Attention:
         shape: dict[str, Any] = {name.removeprefix("attn_"): getattr(self.config, name) for name in StagedConfig.groups()["attn"]}
         return Attention(
-            math=self.config.math, tiles=self.tiles, padded_head_dim=self.padded_head_dim, row_tile=self.row_tile, **shape,
+            math=self.config.math, tiles=self.tiles, padded_head_dim=self.padded_head_dim, row_tile=self.row_tile,
+            biased=self.problem.block.logit_bias, **shape,
         )  # fmt: skip
 
     @property

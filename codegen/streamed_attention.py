@@ -34,7 +34,7 @@ class Attention:
 
     warps: of a block, each with `rows` row tiles of 16 queries; key_tile: keys of a step; stages: buffers of such a tile, or 1 for one
     of all keys; sums: of weights, "add" or "product"; polynomial: of eight exponentials; tiles: row tiles of a sequence; row_tile: words of
-    one for a head, here and in scratch.
+    one for a head, here and in scratch; biased: whether logits have a bias.
     """
 
     math: str
@@ -48,6 +48,7 @@ class Attention:
     tiles: int
     padded_head_dim: int
     row_tile: int
+    biased: bool
 
     # Shared memory: buffers of keys and then values
 
@@ -150,6 +151,7 @@ class Attention:
             (self.key_tile < 32 * self.tiles, f"attn_key_tile {self.key_tile} exceeds what {self.tiles} row tiles need"),
             (self.sums == "add" or short, f"attn_sums {self.sums} needs weights of 16 bits, which math {self.math} has not"),
             (self.polynomial == 0 or short, f"attn_polynomial is not exact enough for math {self.math}"),
+            (self.polynomial == 0 or not self.biased, "attn_polynomial has no zero, which a bias of minus infinity needs"),
         ]
 
 
@@ -162,7 +164,8 @@ def careful(problem: AxisProblem, math: str) -> Iterator[dict[str, Any]]:
     """
     head_dim, half = problem.block.head_dim, math in _WEIGHTS_OF_16_BITS
     narrow = half and head_dim <= 32
-    tricks = {"attn_sums": "product" if narrow else "add", "attn_polynomial": (2 if head_dim <= 16 else 1) if narrow else 0}
+    polynomial = (2 if head_dim <= 16 else 1) if narrow and not problem.block.logit_bias else 0
+    tricks = {"attn_sums": "product" if narrow else "add", "attn_polynomial": polynomial}
     rows = 2 if head_dim <= {"bf16": 64, "fp16": 64, "fp16x3": 32}.get(math, 0) else 1
     tile = 16 if math == "fp16x3" else 32
     shapes: tuple[tuple[int, int, int, int], ...] = ((4, 1, tile, 2), (4, 1, 16, 2), (2, rows, tile, 4), (2, 1, 16, 4), (1, 1, 16, 4))

@@ -80,8 +80,12 @@ struct StreamedAttention {
   // References of rows from the tile's maximum, so that its largest weight is 2^-HEADROOM; those of rows that have been summed do not fall.
   static __device__ __forceinline__ void refer(float (&start)[ROWS][4], float (&sum)[ROWS][SUMS], Sums& sums, const Query (&query)[ROWS], const float* keys,
                                                int step, int lane{{ ", const Terms& terms" if spec.terms }}) {
+{% if spec.terms %}
+    // A tile of keys may be masked for a row, or as good as masked by its bias: exponents are taken without references, so that a reference
+    // far below the scores that follow does not hide what these are.
+    const float nothing[ROWS][4] = {};
     float p[ROWS][KEYS][4];
-    exponents(p, query, start, keys, step, lane{{ ", terms" if spec.terms }});
+    exponents(p, query, nothing, keys, step, lane, terms);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
 #pragma unroll
@@ -90,13 +94,29 @@ struct StreamedAttention {
 #pragma unroll
         for (int j = 0; j < KEYS; ++j) highest = fmaxf(highest, fmaxf(p[row][j][2 * half], p[row][j][2 * half + 1]));
         highest = group_max<4>(highest) + S::HEADROOM;
-{% if spec.terms %}
-        const bool begun = row_sum(sum[row], half) > 0.0f;  // else all keys so far were masked
-        if (!begun && highest == minus_infinity()) highest = 0.0f;  // and these are
+        const float reference = -start[row][2 * half];
+        const bool begun = row_sum(sum[row], half) > 0.0f;  // else no key so far had a weight
+        if (begun || highest == minus_infinity()) highest = fmaxf(highest, reference);
         if (begun) {
+          const float correction = exp2_approx(reference - highest);
+#pragma unroll
+          for (int i = half * SUMS / 2; i < (half + 1) * SUMS / 2; ++i) sum[row][i] *= correction;
+          sums.rescale(row, half, correction);
+        }
+        start[row][2 * half] = start[row][2 * half + 1] = -highest;
+      }
 {% else %}
+    float p[ROWS][KEYS][4];
+    exponents(p, query, start, keys, step, lane);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) highest = fmaxf(highest, fmaxf(p[row][j][2 * half], p[row][j][2 * half + 1]));
+        highest = group_max<4>(highest) + S::HEADROOM;
         if (step > 0) {
-{% endif %}
           highest = fmaxf(highest, 0.0f);
           const float correction = exp2_approx(-highest);
 #pragma unroll
@@ -105,6 +125,7 @@ struct StreamedAttention {
         }
         start[row][2 * half] -= highest, start[row][2 * half + 1] -= highest;
       }
+{% endif %}
   }
 
   static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended{% for term in spec.terms | declared %}, {{ term }}{% endfor %}, float* shared) {
