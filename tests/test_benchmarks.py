@@ -616,3 +616,23 @@ def test_kernels_of_a_configuration_are_timed_one_by_one(monkeypatch: pytest.Mon
     assert re.fullmatch(r" +10\.0 all  row_qkv 0\.0  row_attention 1\.0  row_out 2\.0  error [0-9.e-]+", found), found
     with pytest.raises(SpecError, match="is not of wgmma"):
         kernels.line(spec, target("sm_90"), "qkv_engine=wgmma qkv_warp_columns=2")
+
+
+def test_listed_configurations_are_legal_and_wrong_lines_are_told(tmp_path: Path) -> None:
+    from benchmarks.configurations import candidate, lines
+
+    listed = lines(Path(__file__).parent.parent / "benchmarks" / "sequence.txt", [])
+    to = target("sm_90")
+    found = [candidate(line, to) for line in listed]
+    assert len(found) > 40 and len({(c.spec, *c.configs.values()) for c in found}) == len(found), "two lines are the same configuration"
+    assert {line.split()[0] for line in lines(Path(__file__).parent.parent / "benchmarks" / "sequence.txt", ["deeplab"])} == {"deeplab"}
+    for wrong, said in (
+        ("seed fp32 wraps=8", "wraps"),
+        ("seed fp32 qkv_rows=4", "does not divide"),
+        ("sead fp32", "not known"),
+        ("seed fp32 warps=8 attn_warps=4", "no family"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            candidate(wrong, to)
+    with pytest.raises(SpecError, match="cannot be read"):
+        lines(tmp_path / "none.txt", [])
