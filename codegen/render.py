@@ -180,6 +180,6 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
     return [
         *pack,
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
-        kernel("attention", "sequences", 1, heads * plan.attn_groups, (query, key, value, attended)),
+        kernel("attention", "sequences", 1, heads * plan.attention.groups, (query, key, value, attended)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
     ]

@@ -24,9 +24,11 @@ from typing import Any, ClassVar
 
 from codegen import sequence
 from codegen.config import Config, tunable
-from codegen.layout import Access, padded_stride
+from codegen.layout import padded_stride
 from codegen.sequence import HALF_PARTS, RESERVED_SHARED, norm_store
 from codegen.spec import AxisProblem, refusal
+from codegen.streamed_attention import Attention
+from codegen.streamed_attention import careful as careful_attention
 from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import COLUMN_TILES, SUM_TILE, WARPS, WarpgroupProduct
@@ -38,7 +40,6 @@ _ENGINES = ("mma", "wgmma")
 _WARP_ROWS, _WARP_COLUMNS, _DOWN, _ACROSS = (1, 2, 4), (2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8)
 _MMA_COLUMNS, _MMA_DOWN = 8, 8  # the most that mma.sync has registers and uses for
 _SUM_TILES, _STAGES, _PARTS, _BLOCKS = (16, 32, 64), (2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4)
-_WEIGHTS_OF_16_BITS = ("bf16", "fp16")
 _PRODUCT = ("warp_rows", "warp_columns", "down", "across", "sum_tile", "stages", "parts", "blocks")
 
 
@@ -94,19 +95,10 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-_VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
-_VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
-
-
 @cache
 def _page(parts: int, fragment: int, vector: int) -> int:
     """Words from one page of LayerNorm's result to the next."""
     return padded_stride(128, (norm_store(parts, fragment, 32, vector),))
-
-
-@cache
-def _value_stride(columns: int, ffma: bool) -> int:
-    return padded_stride(columns, (_VALUES_FFMA if ffma else _VALUES,))
 
 
 @dataclass(frozen=True)
@@ -192,91 +184,17 @@ class StagedPlan:
     def out(self) -> Product | WarpgroupProduct:
         return self._product("out", self.inner, self.dim, 2, self._copy(self.head_dim))
 
-    # The attention's shared memory, in words: buffers of keys and then values
     @property
     def row_tile(self) -> int:
-        """Words of a row tile of one head, there and in scratch."""
+        """Words of a row tile of one head, in scratch and where it is copied."""
         return 8 * (self.parts or 2) * self.padded_head_dim
 
-    @property
-    def value_columns(self) -> int:
-        return self.row_tile if self.half else self.padded_head_dim
-
     @cached_property
-    def value_stride(self) -> int:
-        if self.half:
-            return self.row_tile  # fragments, one after another
-        return _value_stride(self.padded_head_dim, self.config.math == "ffma")
-
-    @property
-    def key_words(self) -> int:
-        """Of a tile of keys."""
-        return self.config.attn_key_tile // 16 * self.row_tile
-
-    @property
-    def value_words(self) -> int:
-        """Of a tile of keys' values."""
-        return self.key_words if self.half else self.config.attn_key_tile * self.value_stride
-
-    @property
-    def attn_tiles(self) -> int:
-        """Tiles of keys in one buffer."""
-        return _ceil(16 * self.tiles, self.config.attn_key_tile) if self.config.attn_stages == 1 else 1
-
-    @property
-    def attn_values(self) -> int:
-        """Where a buffer's values start."""
-        return self.attn_tiles * self.key_words
-
-    @property
-    def attn_buffer(self) -> int:
-        return self.attn_tiles * (self.key_words + self.value_words)
-
-    @property
-    def attn_shared_bytes(self) -> int:
-        return 4 * self.config.attn_stages * self.attn_buffer
-
-    @property
-    def floor(self) -> float:
-        """The least sum of a row's weights in the first tile: below it the type's smallest numbers are no longer small beside them."""
-        return 2.0**-6 if self._narrow else 2.0**-64
-
-    @property
-    def holds_queries(self) -> bool:
-        """Whether a warp keeps its queries in registers for the whole sequence; else it reads them again for each tile of keys."""
-        return self.config.math != "ffma" and self.padded_head_dim <= 64
-
-    @property
-    def attn_groups(self) -> int:
-        """Blocks that share a sequence and head."""
-        return _ceil(self.tiles, self.config.attn_warps * self.config.attn_rows)
-
-    @property
-    def _narrow(self) -> bool:
-        """Whether weights are of a type with few exponents, 2^-24 to 65,504."""
-        return self.config.math in ("fp16", "fp16x3")
-
-    @property
-    def headroom(self) -> float:
-        """log2 of 1 over the weight of a score that equals the reference: the further it is under the limit, the fewer references
-        are raised. Tensor cores that sum weights make the limit 2, so that it has to be room for growth; else it is what fp16's
-        absolute error of 2^-25 is small beside."""
-        if self.config.attn_sums == "product":
-            return 4.0 if self._narrow else 32.0
-        return -4.0 if self._narrow else 0.0
-
-    @property
-    def limit(self) -> float:
-        """The largest sum of a lane's weights in a tile; weights have to fit their type, and what is summed of them float32."""
-        return 2.0 if self.config.attn_sums == "product" else 2.0**15
-
-    @property
-    def attn_registers(self) -> int:
-        """An estimate of registers a thread, from below: scores, result, operands, addressing."""
-        rows, twice = self.config.attn_rows, 2 if self.parts == 2 else 1
-        scores, result = 4 * self.config.attn_key_tile // 8, 4 * self.padded_head_dim // 8
-        query = self.row_tile // 32 if self.holds_queries else 0
-        return 24 + rows * (scores + twice * result + query)
+    def attention(self) -> Attention:
+        shape: dict[str, Any] = {name.removeprefix("attn_"): getattr(self.config, name) for name in StagedConfig.groups()["attn"]}
+        return Attention(
+            math=self.config.math, tiles=self.tiles, padded_head_dim=self.padded_head_dim, row_tile=self.row_tile, **shape,
+        )  # fmt: skip
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
@@ -301,7 +219,7 @@ class StagedPlan:
         c = self.config
         return {
             "qkv": (self.qkv.threads, self.qkv.shared_bytes, c.qkv_blocks, max(self.qkv.registers, self._norm_registers)),
-            "attention": (32 * c.attn_warps, self.attn_shared_bytes, c.attn_blocks, self.attn_registers),
+            "attention": (self.attention.threads, self.attention.shared_bytes, c.attn_blocks, self.attention.registers),
             "out": (self.out.threads, self.out.shared_bytes, c.out_blocks, self.out.registers),
         }
 
@@ -325,7 +243,7 @@ class StagedPlan:
     @property
     def capped(self) -> dict[str, int]:
         """Tunable that caps registers -> threads of the block it concerns."""
-        return {"qkv_blocks": self.qkv.threads, "attn_blocks": 32 * self.config.attn_warps, "out_blocks": self.out.threads}
+        return {"qkv_blocks": self.qkv.threads, "attn_blocks": self.attention.threads, "out_blocks": self.out.threads}
 
     def reasons(self, target: Target) -> list[str]:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
@@ -359,16 +277,7 @@ class StagedPlan:
                     f"{group}_sum_tile {product.sum_tile} adds zeros alone",
                 ),
             ]
-        short = c.math in _WEIGHTS_OF_16_BITS
-        rules += [
-            (
-                c.attn_warps * c.attn_rows <= 2 * self.tiles,
-                f"attn_warps {c.attn_warps} x attn_rows {c.attn_rows} exceeds what {self.tiles} row tiles need",
-            ),
-            (c.attn_sums == "add" or short, f"attn_sums {c.attn_sums} needs weights of 16 bits, which math {c.math} has not"),
-            (c.attn_polynomial == 0 or short, f"attn_polynomial is not exact enough for math {c.math}"),
-            (c.attn_key_tile < 32 * self.tiles, f"attn_key_tile {c.attn_key_tile} exceeds what {self.tiles} row tiles need"),
-        ]
+        rules += self.attention.rules()
         return [reason for holds, reason in rules if not holds]
 
     def _engine_rules(self, group: str, target: Target) -> list[tuple[bool, str]]:
@@ -403,7 +312,7 @@ def default(problem: AxisProblem, target: Target, math: str | None = None, engin
         return next((config for config in found if config is not None), None)
     chosen: dict[str, Any] = {}
     products = [_careful_product(problem, group, math, engine, target) for group in ("qkv", "out")]
-    for careful in (products[0], _careful_attention(problem, math), products[1]):
+    for careful in (products[0], careful_attention(problem, math), products[1]):
         for candidate in careful:
             config = StagedConfig(math=math, **{**_FRUGAL, **chosen, **candidate})
             prefix = next(iter(candidate)).split("_")[0]
@@ -492,25 +401,3 @@ def _careful_tiles(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]
         parts = max(p for p in _PARTS if p <= min(few, column_tiles))
         values = (warp_rows, warp_columns, down, across, tile, stages, parts, blocks)
         yield {f"{group}_{name}": value for name, value in zip(_PRODUCT, values, strict=True)}
-
-
-def _careful_attention(problem: AxisProblem, math: str) -> Iterator[dict[str, Any]]:
-    """Candidates from fast to frugal: two row tiles a warp where registers last, so that both share what is read of keys and values; all
-    keys of a sequence resident, where two blocks or more fit with them; small tiles, so that registers allow for many warps.
-
-    16-bit weights of narrow heads leave the tensor cores waiting for exponentials: these sum the weights then, and some exponentials are
-    polynomials.
-    """
-    half = math in _WEIGHTS_OF_16_BITS
-    narrow = half and problem.block.head_dim <= 32
-    tricks = {"attn_sums": "product" if narrow else "add", "attn_polynomial": (2 if problem.block.head_dim <= 16 else 1) if narrow else 0}
-    rows = 2 if problem.block.head_dim <= {"bf16": 64, "fp16": 64, "fp16x3": 32}.get(math, 0) else 1
-    tile = 16 if math == "fp16x3" else 32
-    shapes: tuple[tuple[int, int, int, int], ...] = ((4, 1, tile, 2), (4, 1, 16, 2), (2, rows, tile, 4), (2, 1, 16, 4), (1, 1, 16, 4))
-    if problem.block.head_dim <= 64:
-        shapes = ((8, rows, tile, 2), (4, rows, tile, 3), *shapes)
-    few = ((4, rows, tile, 1), (4, 1, 16, 1), (2, 1, 16, 1), (1, 1, 16, 1))
-    tiles = _ceil(problem.length, 16)
-    for stages, (warps, each, key_tile, blocks) in (*itertools.product((1, 3, 2), shapes), *itertools.product((3, 2), few)):
-        if warps * each <= max(1, tiles):
-            yield {"attn_warps": warps, "attn_rows": each, "attn_key_tile": key_tile, "attn_stages": stages, "attn_blocks": blocks} | tricks

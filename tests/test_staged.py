@@ -206,7 +206,9 @@ def test_blocks_of_the_field_have_a_default_without_bank_conflicts(shape: tuple[
         plan = StagedPlan(problem, config)
         for product in (plan.qkv, plan.out):
             assert set(product.conflicts().values()) == {0}, (axis, product)
-        assert plan.qkv.buffers % 4 == plan.qkv.b_tile % 4 == plan.out.b_tile % 4 == plan.attn_buffer % 4 == 0, "copies are of 16 bytes"
+        assert plan.qkv.buffers % 4 == plan.qkv.b_tile % 4 == plan.out.b_tile % 4 == plan.attention.buffer % 4 == 0, (
+            "copies are of 16 bytes"
+        )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_operands_of_16_bits_take_half_the_memory() -> None:
     plans = [StagedPlan(single.problem("row"), dataclasses.replace(config, math="fp16x3"))]
     plans.append(StagedPlan(half.problem("row"), dataclasses.replace(config, math="bf16")))
     assert plans[0].scratch == plans[1].scratch, "elements, which are half as large"
-    assert plans[1].attn_shared_bytes == plans[0].attn_shared_bytes / 2
+    assert plans[1].attention.shared_bytes == plans[0].attention.shared_bytes / 2
     assert plans[1].qkv.shared_bytes < 0.55 * plans[0].qkv.shared_bytes and plans[1].out.shared_bytes < 0.55 * plans[0].out.shared_bytes
     assert plans[1].registers < plans[0].registers
 

@@ -125,7 +125,7 @@ def _attention(plan: StagedPlan) -> _Block:
     rows, keys, head, resident = c.attn_rows, c.attn_key_tile // 8, plan.padded_head_dim // 8, c.attn_stages == 1
     steps = math.ceil(16 * plan.tiles / c.attn_key_tile)
     shared = keys * head * (cost.key + cost.value + 2 * cost.split_b)  # by a warp's row tiles
-    queries = head * (cost.split_a + (0.0 if plan.holds_queries else cost.load_a))
+    queries = head * (cost.split_a + (0.0 if plan.attention.holds_queries else cost.load_a))
     products = 2 * head * cost.product + (cost.product if c.attn_sums == "product" else 0.0)
     added = (0.75 if c.attn_sums == "product" else 4.0) + (
         0.0 if plan.parts == 1 else 4.0
@@ -140,5 +140,5 @@ def _attention(plan: StagedPlan) -> _Block:
     tiles = c.attn_warps * steps * rows * keys * (2 * head + (1 if c.attn_sums == "product" else 0))
     bytes_read = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps * rows)
     wavefronts = 4 * c.attn_warps * steps * keys * head * plan.row_tile / (16 * plan.padded_head_dim) + 2 * bytes_read / 128
-    blocks = plan.problem.sequences * plan.problem.block.heads * plan.attn_groups
+    blocks = plan.problem.sequences * plan.problem.block.heads * plan.attention.groups
     return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + (0 if resident else 0.1) * steps), 0.0)
