@@ -19,6 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import attention
 from benchmarks import compare as command
 from benchmarks import run as course
 from benchmarks.cases import CASES, SHAPES, Case, Shape, select
@@ -28,6 +29,7 @@ from benchmarks.results import Measured, Report, Result, from_json, geometric_me
 from benchmarks.rival import compile_all, fastest
 from benchmarks.run import Plan, compare, find_modules, tune_command
 from benchmarks.table import COMPARISON, comparison, floor_table, insert
+from codegen import staged
 from codegen.module import Provenance, write_module
 from codegen.reference import reference
 from codegen.render import render
@@ -615,3 +617,16 @@ def test_kernels_of_a_configuration_are_timed_one_by_one(monkeypatch: pytest.Mon
     assert re.fullmatch(r" +10\.0 all  row_qkv 0\.0  row_attention 1\.0  row_out 2\.0  error [0-9.e-]+", found), found
     with pytest.raises(SpecError, match="is not of wgmma"):
         kernels.line(spec, target("sm_90"), "qkv_engine=wgmma qkv_warp_columns=2")
+
+
+@pytest.mark.parametrize("name", attention.CASES)
+@pytest.mark.parametrize("axis", ["row", "col"])
+def test_the_variants_of_attention_are_legal_and_differ(name: str, axis: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    problem, sm90 = dataclasses.replace(case.spec(), axes=(axis,)).problem(axis), target("sm_90")
+    start = staged.default(problem, sm90)
+    assert start is not None
+    texts = attention.VARIANTS[8 * problem.block.itemsize]
+    configs = [attention.changed(start, text) for text in texts]
+    assert len(set(configs)) == len(texts) >= 8
+    assert not any(staged.StagedPlan(problem, config).reasons(sm90) for config in configs)
