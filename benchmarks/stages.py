@@ -10,30 +10,34 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from codegen.render import Source, render
-from codegen.sequence import SequencePlan, default
+from codegen.sequence import SequenceConfig, SequencePlan
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target
 from tuner.compile import compile_source
 from tuner.gpu import visible_gpu
-from tuner.space import parse_fixed
+from tuner.space import parse_fixed, space
 
-STAMPS = ("start", "load + LayerNorm", "barrier", "QKV product", "barrier", "attention", "barrier", "output product")
-MOST_BLOCKS, MOST_WARPS = 4096, 16
-_HEAD = f"""__device__ long long stamps[{MOST_BLOCKS}][{MOST_WARPS}][{len(STAMPS)}];
+STAMPS = {
+    "shared": ("start", "load + LayerNorm", "barrier", "QKV product", "barrier", "attention", "barrier", "output product"),
+    "registers": ("start", "load + LayerNorm", "barrier", "QKV product + attention", "barrier", "output product"),
+}
+"""Where a kernel is stamped, by what becomes of q, k and v; of several rounds the last one's stamps remain."""
+MOST_BLOCKS, MOST_WARPS, MOST_STAMPS = 4096, 32, max(map(len, STAMPS.values()))
+_HEAD = f"""__device__ long long stamps[{MOST_BLOCKS}][{MOST_WARPS}][{MOST_STAMPS}];
 __device__ __forceinline__ void stamp(int stage) {{
   if (threadIdx.x % 32 == 0 && blockIdx.x < {MOST_BLOCKS}) stamps[blockIdx.x][threadIdx.x / 32][stage] = clock64();
 }}
 """
 
 
-def stamped(source: Source) -> Source:
-    """The source of one kernel with stamps at its stages' ends."""
+def stamped(source: Source, stamps: int) -> Source:
+    """The source of one kernel with stamps at its stages' ends; SpecError when these are not as many as expected."""
     start = source.text.index('extern "C" __global__')
     lines, stage = [], 0
     for line in source.text[start:].splitlines():
@@ -46,13 +50,13 @@ def stamped(source: Source) -> Source:
         if "extern __shared__" in line or line.strip() == "__syncthreads();":
             lines.append(f"  stamp({stage});")
             stage += 1
-    if stage != len(STAMPS) - 1:
+    if stage != stamps - 1:
         raise SpecError("the kernel has not the stages this knows: only the sequence family is stamped")
     return replace(source, text=source.text[:start] + _HEAD + "\n".join(lines) + "\n")
 
 
-def cycles(source: Source, warps: int, to: Target) -> list[float]:
-    """Cycles since a block's first stamp at each of STAMPS, averaged over blocks and warps, in a warm launch on this process's GPU."""
+def cycles(source: Source, warps: int, stamps: int, to: Target) -> list[float]:
+    """Cycles since a block's first stamp at each stamp, averaged over blocks and warps, in a warm launch on this process's GPU."""
     import torch
     from cuda.bindings import driver
 
@@ -72,7 +76,7 @@ def cycles(source: Source, warps: int, to: Target) -> list[float]:
     host = (ctypes.c_longlong * (size // 8))()
     driver.cuMemcpyDtoH(ctypes.addressof(host), pointer, size)
     blocks = min(MOST_BLOCKS, source.kernels[0].blocks(spec, spec.batch))
-    table = torch.tensor(list(host), dtype=torch.float64).view(MOST_BLOCKS, MOST_WARPS, -1)[:blocks, :warps]
+    table = torch.tensor(list(host), dtype=torch.float64).view(MOST_BLOCKS, MOST_WARPS, -1)[:blocks, :warps, :stamps]
     return (table - table[:, :, :1].amin(1, keepdim=True)).mean((0, 1)).tolist()
 
 
@@ -92,16 +96,19 @@ def main(
         raise SystemExit("a GPU is needed")
     try:
         spec = BlockSpec(dim, heads, height, width, batch, dtype, axes=(axis,))
-        start = default(spec.problem(axis), gpu.target)
-        if start is None:
-            raise SpecError("the block has no configuration of the sequence family")
-        config = replace(start, **parse_fixed(setting or ()))  # type: ignore[arg-type]
-        if reasons := SequencePlan(spec.problem(axis), config).reasons(gpu.target):
+        fixed = parse_fixed(setting or ())
+        leading: dict[str, Any] = {name: fixed[name] for name in ("math", "heads") if name in fixed}
+        start = space(spec.problem(axis), gpu.target, fixed=leading).start
+        config = replace(start, **fixed)
+        assert isinstance(config, SequenceConfig)
+        plan = SequencePlan(spec.problem(axis), config)
+        if reasons := plan.reasons(gpu.target):
             raise SpecError("; ".join(reasons))
     except SpecError as error:
         raise SystemExit(f"error: {error}") from None
-    before = 0.0
-    for name, value in zip(STAMPS, cycles(stamped(render(spec, {axis: config})), config.warps, gpu.target), strict=True):
+    before, names = 0.0, STAMPS[config.heads]
+    source = stamped(render(spec, {axis: config}), len(names))
+    for name, value in zip(names, cycles(source, plan.warps, len(names), gpu.target), strict=True):
         Console().print(f"{name:18} {value:8.0f}  +{value - before:.0f}")
         before = value
 

@@ -16,12 +16,12 @@ from codegen.spec import SpecError
 Value = int | str | bool
 
 
-def tunable(default: Value, values: tuple[Value, ...], help: str, added: bool = False) -> Any:
+def tunable(default: Value, values: tuple[Value, ...], help: str, before: Value | None = None) -> Any:
     """A dataclass field with the values a search may choose from and one line of help.
 
-    added: configurations have been written without it, and mean its default.
+    before: what configurations have that were recorded when the tunable did not exist; None for those that always did.
     """
-    return dataclasses.field(default=default, metadata={"values": values, "help": help, "added": added})
+    return dataclasses.field(default=default, metadata={"values": values, "help": help, "before": before})
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class Config:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The configuration that `data` (from a record, a storage or a command line) states; SpecError when it has
-        unknown or missing names or values outside the space."""
-        data = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata["added"]} | dict(data)
+        unknown or missing names or values outside the space. A tunable that is younger than `data` has its value from before."""
         names = set(cls.tunables())
+        younger = {f.name: f.metadata["before"] for f in dataclasses.fields(cls) if f.metadata["before"] is not None}
+        data = {**younger, **data}
         given = set(data) - {"family"}
         if odd := ", ".join(sorted(given ^ names)):
             raise SpecError(f"not a {cls.family} configuration: unknown or missing {odd}")

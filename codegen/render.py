@@ -154,7 +154,7 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
         axis=axis,
         threads=plan.threads,
         shared_bytes=plan.shared_bytes,
-        items_per_block=plan.config.sequences,
+        items_per_block=plan.config.sequences * plan.config.rounds,
         dependent_launch=plan.config.dependent_launch and follows,
         arguments=("x", "y", *plan.problem.block.parameters),
     )

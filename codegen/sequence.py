@@ -25,7 +25,7 @@ from codegen.target import Target
 MATHS = ("ffma", "tf32x3", "fp16x3", "tf32", "bf16", "fp16")
 HALF_PARTS = {"fp16x3": 2, "bf16": 1, "fp16": 1}
 """Arithmetics with operands of 16 bits, and how many of these an operand is kept in."""
-DTYPE_MATHS = {"float32": ("tf32x3", "ffma", "fp16x3", "tf32"), "bfloat16": ("bf16",), "float16": ("fp16",)}
+DTYPE_MATHS = {"float32": ("fp16x3", "tf32x3", "ffma", "tf32"), "bfloat16": ("bf16",), "float16": ("fp16",)}
 """Element type -> its arithmetics, the one to start from first."""
 RESERVED_SHARED = 1024  # bytes that the system takes for each resident block (CUDA C++ Programming Guide, compute capability 8.x on)
 
@@ -37,21 +37,27 @@ class SequenceConfig(Config):
     family: ClassVar[str] = "sequence"
 
     math: str = tunable("tf32x3", MATHS, "arithmetic of the products")
-    sequences: int = tunable(1, (1, 2, 4, 8), "sequences a block computes")
-    warps: int = tunable(8, (1, 2, 4, 8, 12, 16), "warps of a block")
+    heads: str = tunable(
+        "shared", ("shared", "registers"), "q, k and v pass through shared memory, or stay in a head's warp", before="shared"
+    )
+    sequences: int = tunable(1, (1, 2, 4, 8), "sequences a block computes at once")
+    warps: int = tunable(8, (1, 2, 4, 8, 12, 16), "warps of a block (with heads=registers one for each head and sequence)")
     qkv_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the QKV product")
     qkv_columns: int = tunable(3, (1, 2, 3, 4, 6), "8-column tiles a warp computes at once in the QKV product")
     out_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the output product")
     out_columns: int = tunable(1, (1, 2, 3, 4), "8-column tiles a warp computes at once in the output product")
-    key_tile: int = tunable(32, (16, 32, 48, 64), "keys of one step of the streaming softmax")
+    key_tile: int = tunable(32, (16, 32, 48, 64, 80), "keys of one step of the streaming softmax")
     fragment: int = tunable(4, (2, 4), "neighbouring weights a lane loads at once in the QKV product")
     weights: str = tunable("hold", ("stream", "hold"), "weights read at each use, or held in registers for all rows")
     prefetch: str = tunable("qkv", ("none", "qkv", "both"), "held weights that are loaded before the stage they belong to")
     padding: bool = tunable(True, (True, False), "pad shared memory against bank conflicts")
     residual: str = tunable("reload", ("reload", "shared"), "read x again for the residual, or keep it in shared memory")
-    norm_lanes: int = tunable(16, (8, 16, 32), "lanes that normalise two tokens")
+    norm_lanes: int = tunable(16, (4, 8, 16, 32), "lanes that normalise two tokens")
     dependent_launch: bool = tunable(True, (True, False), "start while the axis before it still runs (sm_90 and later)")
     min_blocks: int = tunable(1, (1, 2, 3, 4), "blocks a multiprocessor must be able to hold, which caps registers")
+    rounds: int = tunable(
+        1, (1, 2, 4, 8, 16), "groups of sequences that a block computes one after the other, with weights that stay", before=1
+    )
 
 
 def _ceil(a: int, b: int) -> int:
@@ -62,10 +68,13 @@ _VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane //
 _VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
 _STORE = Access("accumulator store", 2, lambda lane: (lane // 4, 2 * (lane % 4)))
 _KEPT_HALF = Access("kept x", 1, lambda lane: (lane // 4, lane % 4))
+_QUADRUPLES = (Access("fragment store", 4, lambda lane: (0, 4 * lane)), Access("fragment load", 4, lambda lane: (0, 4 * lane)))
 
 
 def norm_store(parts: int, fragment: int, lanes: int, vector: int) -> Access:
-    """LayerNorm's store of its first two channels into operand A: store_rows in templates/fragments.cuh and math_half.cuh."""
+    """LayerNorm's first store into operand A, of two channels, or of four where these are a quadruple of 16-bit operands: store_rows in
+    templates/fragments.cuh and math_half.cuh."""
+    quadruple = parts > 0 and fragment == 4 and vector % 4 == 0
 
     def cell(lane: int) -> tuple[int, int]:
         g, channel = lane // lanes, lane % lanes * vector
@@ -75,7 +84,7 @@ def norm_store(parts: int, fragment: int, lanes: int, vector: int) -> Access:
         step = channel // (4 * fragment) * (fragment // 2) + channel % fragment // 2
         return step, 4 * (4 * g + channel % (4 * fragment) // fragment)
 
-    return Access("LayerNorm store", 2 if parts else 4, cell)
+    return Access("LayerNorm store", 2 if parts and not quadruple else 4, cell)
 
 
 @dataclass(frozen=True)
@@ -136,14 +145,49 @@ class SequencePlan:
 
     @property
     def norm_vector(self) -> int:
-        """Channels that a lane of LayerNorm loads at once: up to 16 bytes, as long as no lane is left without."""
-        if self.problem.block.itemsize == 2 and self.dim % 8 == 0 and self.dim >= 8 * self.config.norm_lanes:
+        """Channels that a lane of LayerNorm loads at once: up to 16 bytes, as long as no lane is left without and what it
+        stores does not conflict."""
+        if self.problem.block.itemsize == 2 and self.dim % 8 == 0 and self.dim >= 8 * self.config.norm_lanes and self.config.fragment == 2:
             return 8
         return 4 if self.dim % 4 == 0 else 2
 
     @property
+    def in_registers(self) -> bool:
+        """Whether q, k and v of a head stay in the registers of one warp."""
+        return self.config.heads == "registers"
+
+    @property
+    def warps(self) -> int:
+        return self.config.sequences * self.problem.block.heads if self.in_registers else self.config.warps
+
+    @property
     def threads(self) -> int:
-        return 32 * self.config.warps
+        return 32 * self.warps
+
+    @property
+    def qkv_columns(self) -> int:
+        """8-column tiles that a warp computes at once in the QKV product. 16-bit operands are stored two tiles at a time; in
+        registers they are 16 channels of q, k and v, or of one of the three."""
+        columns = self.config.qkv_columns
+        if self.in_registers:
+            return 6 if columns > 3 else 2
+        return 2 if self.half and columns % 2 else columns
+
+    @property
+    def representative(self) -> dict[str, int | str]:
+        """Tunables that make no difference to the source here -> the value that stands for all."""
+        found: dict[str, int | str] = {"qkv_columns": self.qkv_columns}
+        if self.in_registers:
+            found |= {"warps": 8, "weights": "hold"}
+            if self.config.rounds > 1 and self.config.prefetch == "both":
+                found["prefetch"] = "qkv"
+        return found
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights that a warp holds are all that it needs, so that it can keep them for further rounds."""
+        out_groups = max(1, self.out_tiles // self.config.out_columns)
+        return self.in_registers and self.qkv_columns == 6 and self.padded_head_dim == 16 and self.warps_across(out_groups) == out_groups
 
     @property
     def half(self) -> bool:
@@ -165,20 +209,20 @@ class SequencePlan:
 
     @property
     def blocks(self) -> int:
-        return _ceil(self.problem.sequences, self.config.sequences)
+        return _ceil(self.problem.sequences, self.config.sequences * self.config.rounds)
 
     def warps_across(self, column_groups: int) -> int:
         """Warps side by side over the column groups of a product; the others take further rows."""
-        return max(n for n in range(1, self.config.warps + 1) if self.config.warps % n == 0 and n <= column_groups)
+        return max(n for n in range(1, self.warps + 1) if self.warps % n == 0 and n <= column_groups)
 
     @cached_property
     def layout(self) -> Layout:
-        """`normed` is LayerNorm's result; `query` also receives the attention's result; `kept` is x, if kept. The rows of
-        normed, query and key are fragments of 16 rows by 8 columns; those of value and kept are tokens."""
+        """`normed` is LayerNorm's result; `query` also (in registers: only) receives the attention's result; `kept` is x, if kept. The
+        rows of normed, query and key are fragments of 16 rows by 8 columns; those of value and kept are tokens."""
         c = self.config
         return _layout(
             self.config.math, self.rows, self.padded_dim, self.inner, self.dim, self.problem.block.itemsize,
-            c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding,
+            c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding, self.in_registers,
         )  # fmt: skip
 
     @property
@@ -198,14 +242,27 @@ class SequencePlan:
         def held(tiles: int, depth: int) -> int:
             return int(tiles * depth // 4 * self.operand_words)
 
+        if self.in_registers:
+            parts, tiles, slices = int(2 * self.operand_words), self.padded_length // 16, self.padded_head_dim // 16
+            operands, last = 4 * parts * 3 * tiles * slices, 4 * parts * c.qkv_rows * self.qkv_columns // 2
+            weights, out_weights = held(self.qkv_columns, self.padded_dim), held(c.out_columns, self.inner)
+            kept = weights + out_weights if c.rounds > 1 else 0
+            early = out_weights if kept or c.prefetch == "both" else 0
+            if not kept and c.qkv_rows == tiles:
+                weights //= 2  # each is used once, so that their registers become free one after the other
+            project = weights + operands - last + 4 * parts * c.qkv_rows * (self.qkv_columns + 1) + early
+            attend = weights * (kept > 0) + early + operands * (tiles - 1) // tiles + 4 * parts * (c.key_tile // 8 + 2 * slices)
+            out = kept + out_weights * (not kept) + 4 * parts * c.out_rows * (c.out_columns + 1)
+            return 24 + max(project, attend, out)
+
         def product(rows: int, tiles: int, fragment: int, depth: int) -> int:
             operand_b = held(tiles, depth) if c.weights == "hold" else tiles * fragment * (1 if self.tensor_cores else 2)
             return 4 * rows * tiles + 8 * rows + operand_b
 
-        held_qkv = held(c.qkv_columns, self.padded_dim) if c.prefetch != "none" else 0
+        held_qkv = held(self.qkv_columns, self.padded_dim) if c.prefetch != "none" else 0
         held_out = held(c.out_columns, self.inner) if c.prefetch == "both" else 0
         norm = 4 * _ceil(self.padded_dim, c.norm_lanes * self.norm_vector) * self.norm_vector + held_qkv
-        qkv = product(c.qkv_rows, c.qkv_columns, c.fragment, self.padded_dim)
+        qkv = product(c.qkv_rows, self.qkv_columns, c.fragment, self.padded_dim)
         scores = 4 * (c.key_tile // 8) + 4 * (self.padded_head_dim // 8) + 16 + held_out
         out = product(c.out_rows, c.out_columns, 2, self.inner) + 4 * c.out_rows * c.out_columns
         return 24 + max(norm, qkv, scores, out)
@@ -216,18 +273,24 @@ class SequencePlan:
         registers = min(target.registers_per_thread, target.registers_per_sm // (self.threads * blocks))
         dtype = self.problem.block.dtype
         refused = refusal(self.problem.block)
+        tiles = self.padded_length // 16 if self.in_registers else self.row_tiles  # that a warp of the QKV product may take together
+        hold = c.weights == "hold" or self.in_registers
+        together = c.sequences * c.rounds
         rules = (
             (not refused, refused),
             (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
+            (self.half or not self.in_registers, f"{c.math} has no operands that could stay in registers"),
+            (self.warps <= 32, f"{self.warps} heads are more than the 32 warps of a block"),
+            (c.rounds == 1 or self.keeps_weights, "further rounds need weights that stay in registers"),
             (self.tensor_cores or c.weights == "stream", "ffma cannot hold weights in registers"),
             (self.tensor_cores or c.fragment == 2, "ffma needs fragment 2"),
             (c.fragment == 2 or self.dim > 8, "fragment 4 would only add zeros"),
             (c.weights == "hold" or c.prefetch == "none", "only held weights can be prefetched"),
-            (c.weights == "stream" or max(self.padded_dim, self.inner) <= 512, "sums of more than 512 are too long to hold weights"),
-            (c.sequences == 1 or c.sequences <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
-            (self.row_tiles % c.qkv_rows == 0, f"qkv_rows {c.qkv_rows} does not divide {self.row_tiles} row tiles"),
+            (not hold or max(self.padded_dim, self.inner) <= 512, "sums of more than 512 are too long to hold weights"),
+            (together == 1 or together <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
+            (tiles % c.qkv_rows == 0, f"qkv_rows {c.qkv_rows} does not divide {tiles} row tiles"),
             (self.row_tiles % c.out_rows == 0, f"out_rows {c.out_rows} does not divide {self.row_tiles} row tiles"),
-            (self.qkv_tiles % c.qkv_columns == 0, f"qkv_columns {c.qkv_columns} does not divide {self.qkv_tiles} column tiles"),
+            (self.qkv_tiles % self.qkv_columns == 0, f"qkv_columns {self.qkv_columns} does not divide {self.qkv_tiles} column tiles"),
             (self.out_tiles % c.out_columns == 0, f"out_columns {c.out_columns} does not divide {self.out_tiles} column tiles"),
             (self.padded_length % c.key_tile == 0, f"key_tile {c.key_tile} does not divide the padded length {self.padded_length}"),
             (target.dependent_launch or not c.dependent_launch, f"{target.arch} has no dependent launch"),
@@ -248,17 +311,19 @@ class SequencePlan:
 @lru_cache(maxsize=4096)
 def _layout(
     math: str, rows: int, padded_dim: int, inner: int, dim: int, itemsize: int,
-    fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool,
+    fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool, in_registers: bool,
 ) -> Layout:  # fmt: skip
     parts = HALF_PARTS.get(math, 0)
     per_page = 8 * 2 // (parts or 2)  # columns
     values = (_VALUES if math != "ffma" else _VALUES_FFMA, _STORE)
+    pages = rows // 16 * (inner // per_page)
     buffers: list[tuple[str, int, int, tuple[Access, ...]]] = [
-        ("normed", rows // 16 * (padded_dim // per_page), 128, (norm_store(parts, fragment, norm_lanes, norm_vector),)),
-        ("query", rows // 16 * (inner // per_page), 128, ()),
-        ("key", rows // 16 * (inner // per_page), 128, ()),
-        ("value", rows // 16 * (inner // per_page), 128, ()) if parts else ("value", rows, inner, values),
+        ("normed", rows // 16 * (padded_dim // per_page), 128, (norm_store(parts, fragment, norm_lanes, norm_vector), _QUADRUPLES[1])),
+        ("query", pages, 128, _QUADRUPLES),
     ]
+    if not in_registers:
+        buffers.append(("key", pages, 128, _QUADRUPLES))
+        buffers.append(("value", pages, 128, _QUADRUPLES) if parts else ("value", rows, inner, values))
     if keep:
         buffers.append(("kept", rows, _ceil(dim * itemsize, 4), (_STORE if itemsize == 4 else _KEPT_HALF,)))
     return stack(buffers, padded)
@@ -277,11 +342,13 @@ def default(problem: AxisProblem, target: Target, math: str | None = None) -> Se
 
 def _careful(problem: AxisProblem, target: Target, math: str) -> Iterator[SequenceConfig]:
     """Candidates from fast to frugal."""
-    tensor_cores = math != "ffma"
+    tensor_cores, half = math != "ffma", math in HALF_PARTS
+    if half:
+        yield from _careful_registers(problem, target, math)
     fragments = (4, 2) if tensor_cores else (2,)
     weights = (("hold", "qkv"), ("hold", "none"), ("stream", "none")) if tensor_cores else (("stream", "none"),)
     for (held, prefetch), columns, warps, rows, key_tile, fragment, padding in itertools.product(
-        weights, (3, 2, 1), (8, 4, 2), (2, 1), (32, 16), fragments, (True, False)
+        weights, (6, 2) if half else (3, 2, 1), (8, 4, 2), (1, 2) if half else (2, 1), (32, 16), fragments, (True, False)
     ):
         yield SequenceConfig(
             math=math,
@@ -295,5 +362,33 @@ def _careful(problem: AxisProblem, target: Target, math: str) -> Iterator[Sequen
             weights=held,
             prefetch=prefetch,
             padding=padding,
+            dependent_launch=target.dependent_launch,
+        )
+
+
+def _careful_registers(problem: AxisProblem, target: Target, math: str) -> Iterator[SequenceConfig]:
+    """Candidates with q, k and v in registers: a sequence a block, or as many as give a warp to each scheduler."""
+    heads, tiles = problem.block.heads, _ceil(problem.block.dim, 8)
+    sequences = next((n for n in (1, 2, 4) if n * heads >= 4), 4)
+    warps = sequences * heads
+    out_columns = next((n for n in (1, 2, 3, 4) if tiles % n == 0 and tiles // n <= warps), 1)
+    pairs = sequences * _ceil(problem.length, 16) * 8
+    lanes = next((n for n in (16, 8) if n * pairs <= 32 * warps), 4)
+    many = [n for n in (8, 4, 2) if problem.sequences >= 2 * target.sms * sequences * n]
+    keys = [n for n in (80, 64, 48, 32, 16) if _ceil(problem.length, 16) * 16 % n == 0]
+    prefetches = ("both", "qkv", "none") if problem.length <= 32 else ("qkv", "none")
+    for columns, rounds, rows, key_tile, prefetch in itertools.product((6, 2), (*many, 1), (2, 1), keys, prefetches):
+        yield SequenceConfig(
+            math=math,
+            heads="registers",
+            sequences=sequences,
+            rounds=rounds,
+            qkv_rows=rows,
+            qkv_columns=columns,
+            out_rows=rows,
+            out_columns=out_columns,
+            key_tile=key_tile,
+            prefetch=prefetch,
+            norm_lanes=lanes,
             dependent_launch=target.dependent_launch,
         )

@@ -51,8 +51,8 @@ class StagedConfig(Config):
 
     math: str = tunable("tf32x3", tuple(m for maths in DTYPE_MATHS.values() for m in maths), "arithmetic of the products")
 
-    qkv_engine: str = tunable("mma", _ENGINES, "QKV product: instructions, mma.sync or Hopper's wgmma", added=True)
-    out_engine: str = tunable("mma", _ENGINES, "output product: instructions, mma.sync or Hopper's wgmma", added=True)
+    qkv_engine: str = tunable("mma", _ENGINES, "QKV product: instructions, mma.sync or Hopper's wgmma", before="mma")
+    out_engine: str = tunable("mma", _ENGINES, "output product: instructions, mma.sync or Hopper's wgmma", before="mma")
 
     qkv_warp_rows: int = tunable(4, _WARP_ROWS, "QKV product: 16-row tiles of a warp")
     qkv_warp_columns: int = tunable(4, _WARP_COLUMNS, "QKV product: 8-column tiles of a warp")
@@ -64,11 +64,11 @@ class StagedConfig(Config):
     qkv_blocks: int = tunable(1, _BLOCKS, "QKV product: blocks a multiprocessor must be able to hold, which caps registers")
 
     attn_warps: int = tunable(4, (1, 2, 4, 8), "attention: warps of a block")
-    attn_rows: int = tunable(1, (1, 2), "attention: 16-query tiles of a warp", added=True)
+    attn_rows: int = tunable(1, (1, 2), "attention: 16-query tiles of a warp", before=1)
     attn_key_tile: int = tunable(32, (16, 32, 64, 128), "attention: keys of one step of the streaming softmax")
     attn_stages: int = tunable(2, (1, *_STAGES), "attention: buffers for keys and values under way; 1: one for all of a sequence")
-    attn_sums: str = tunable("add", ("add", "product"), "attention: sums of weights by additions, or by one more product", added=True)
-    attn_polynomial: int = tunable(0, (0, 1, 2, 3, 4), "attention: of eight exponentials, those computed as polynomials", added=True)
+    attn_sums: str = tunable("add", ("add", "product"), "attention: sums of weights by additions, or by one more product", before="add")
+    attn_polynomial: int = tunable(0, (0, 1, 2, 3, 4), "attention: of eight exponentials, those computed as polynomials", before=0)
     attn_blocks: int = tunable(1, _BLOCKS, "attention: blocks a multiprocessor must be able to hold, which caps registers")
 
     out_warp_rows: int = tunable(4, _WARP_ROWS, "output product: 16-row tiles of a warp")

@@ -42,6 +42,13 @@ __device__ __forceinline__ void load_constant(Word (&to)[N], const Element* __re
 }
 
 template <int N>
+__device__ __forceinline__ void load_here(float (&to)[N], const Element* from) {
+  Word words[N / 2];
+  load_here(words, static_cast<const void*>(from));
+  unpack(to, words);
+}
+
+template <int N>
 __device__ __forceinline__ void load(float (&to)[N], const Element* from) {
   Word words[N / 2];
   load(words, from);

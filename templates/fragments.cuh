@@ -2,6 +2,8 @@
 // lane: (g, k), (g+8, k), (g, k'), (g+8, k'). Which indices are k and k' of lane t is operand B's choice: a lane reads F
 // neighbours of its column at once.
 struct FloatFragments {
+  static constexpr int STORED_TILES = 1;  // neighbouring column tiles that are stored as operands at once
+
   // Channels `channel` and the next of rows g and g+8 into operand A, for an operand B that is read F at a time. STEPS
   // counts 8-wide column tiles in a row tile, here and below.
   template <int F, int STEPS, int PAGE>
@@ -31,5 +33,21 @@ struct FloatFragments {
     const float upper[2] = {c[0], c[1]}, lower[2] = {c[2], c[3]};
     store(to, upper);
     store(to + 8 * STRIDE, lower);
+  }
+
+  // The same for STORED_TILES column tiles.
+  template <int STEPS>
+  static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[1][4]) {
+    store_query<STEPS>(a, row_tile, step, lane, c[0]);
+  }
+
+  template <int STEPS>
+  static __device__ __forceinline__ void store_key(float* b, int row_tile, int step, int lane, const float (&c)[1][4]) {
+    store_key<STEPS>(b, row_tile, step, lane, c[0]);
+  }
+
+  template <int STEPS, int STRIDE>
+  static __device__ __forceinline__ void store_value(float* v, int row_tile, int step, int lane, const float (&c)[1][4]) {
+    store_value<STEPS, STRIDE>(v, row_tile, step, lane, c[0]);
   }
 };

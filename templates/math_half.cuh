@@ -7,6 +7,8 @@
 template <typename Format, int PARTS>
 struct HalfCore {
   static constexpr float SCALE = 2048.0f;
+  static constexpr int PAGES = PARTS;  // of a tile of operand A
+  static constexpr int STORED_TILES = 2;  // neighbouring column tiles that are stored as operands at once: whole quadruples, without bank conflicts
   static constexpr bool AS_STORED = PARTS == 1 && SAME<Element, Format>;  // weights in memory are operands
 
   struct Words {  // two neighbouring values: rounded, rest
@@ -127,6 +129,18 @@ struct HalfCore {
     }
   }
 
+  // The same for four channels, where operand B is read 4 at a time: a lane's quadruple.
+  template <int F, int STEPS, int PAGE>
+  static __device__ __forceinline__ void store_rows(float* a, int row_tile, int g, int channel, const float (&upper)[4], const float (&lower)[4]) {
+    static_assert(F == 4, "a quadruple holds four neighbouring channels only if they are neighbours of the sum");
+    const Words first = split(upper[0], upper[1]), second = split(lower[0], lower[1]), third = split(upper[2], upper[3]), fourth = split(lower[2], lower[3]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const unsigned words[4] = {first.part[part], second.part[part], third.part[part], fourth.part[part]};
+      store(a + ((row_tile * (STEPS / 2) + channel / 16) * PARTS + part) * PAGE + 4 * (4 * g + channel % 16 / 4), words);
+    }
+  }
+
   // A tile of accumulators into operand A of the next product, for an operand B that is read 2 at a time.
   template <int STEPS>
   static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[4]) {
@@ -212,5 +226,98 @@ struct HalfCore {
       }
     }
     sums.add_to(out);
+  }
+
+  // A tile of 16 rows and 16 indices as operand A. Its rows 8 o to 8 o + 7 are also an operand B: of 8 columns, which these rows are.
+  struct Tile {
+    unsigned part[PARTS][4];
+
+    __device__ __forceinline__ void columns(unsigned (&b)[PARTS][2], int octet) const {
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) b[p][0] = part[p][octet], b[p][1] = part[p][2 + octet];
+    }
+  };
+
+  // acc[i][j] += a b, where b is an octet of the rows of `b`.
+  template <int ROWS, int COLUMNS>
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][COLUMNS][4], Sums<ROWS, COLUMNS>& sums, int i, int j, const Tile& a, const Tile& b, int octet) {
+    unsigned columns[PARTS][2];
+    b.columns(columns, octet);
+    sums.multiply(acc, i, j, a.part, columns);
+  }
+
+  // Two neighbouring tiles of accumulators: 16 rows and 16 columns.
+  static __device__ __forceinline__ Tile tile(const float (&left)[4], const float (&right)[4]) {
+    const Words words[4] = {split(left[0], left[1]), split(left[2], left[3]), split(right[0], right[1]), split(right[2], right[3])};
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i] = words[i].part[part];
+    return result;
+  }
+
+  // Two neighbouring tiles of operand B, 16 columns in all, which are then the tile's rows.
+  template <int F>
+  static __device__ __forceinline__ Tile tile(const Operand<F>& upper, const Operand<F>& lower) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+        result.part[part][2 * which] = upper.pair[which].part[part], result.part[part][2 * which + 1] = lower.pair[which].part[part];
+    return result;
+  }
+
+  // The tile whose rows are `from`'s columns, by the warp together.
+  static __device__ __forceinline__ Tile transposed(const Tile& from) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i / 2 + 2 * (i % 2)] = transpose_8x8(from.part[part][i]);
+    return result;
+  }
+
+  // Operand A's tile that starts at `page`; and into it, for column tiles `step` (an even one) and the next.
+  template <int PAGE>
+  static __device__ __forceinline__ Tile load_tile(const float* page, int lane) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) load(result.part[part], page + part * PAGE + 4 * lane);
+    return result;
+  }
+
+  template <int STEPS>
+  static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) store(a + ((row_tile * (STEPS / 2) + step / 2) * PARTS + part) * 128 + 4 * lane, both.part[part]);
+  }
+
+  // The same for two column tiles of keys: for each 8 keys k and k', rounded and then the rests.
+  template <int STEPS>
+  static __device__ __forceinline__ void store_key(float* b, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+    unsigned words[2][PARTS][2];
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) both.columns(words[octet], octet);
+    const unsigned(&quads)[PARTS][4] = reinterpret_cast<const unsigned(&)[PARTS][4]>(words);
+#pragma unroll
+    for (int quad = 0; quad < PARTS; ++quad) store(b + ((row_tile * (STEPS / 2) + step / 2) * PARTS + quad) * 128 + 4 * lane, quads[quad]);
+  }
+
+  // The same for two column tiles of values, transposed within the warp: for each 8 channels the keys' two pairs, rounded and then the rests.
+  template <int STEPS, int STRIDE>
+  static __device__ __forceinline__ void store_value(float* v, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+    unsigned words[2][PARTS][2];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i / 2][part][i % 2] = transpose_8x8(both.part[part][i]);
+    const unsigned(&quads)[PARTS][4] = reinterpret_cast<const unsigned(&)[PARTS][4]>(words);
+#pragma unroll
+    for (int quad = 0; quad < PARTS; ++quad) store(v + ((row_tile * (STEPS / 2) + step / 2) * PARTS + quad) * 128 + 4 * lane, quads[quad]);
   }
 };

@@ -58,6 +58,18 @@ __device__ __forceinline__ float group_max(float value) {
 
 #ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
 
+// N (1, 2 or 4) neighbouring words by a plain load, which stays on its side of a barrier. A load of constants (ld.global.nc) does not: the compiler
+// moves it to its first use, and what was to arrive during another stage is then waited for.
+template <int N>
+__device__ __forceinline__ void load_here(unsigned (&to)[N], const void* from) {
+  if constexpr (N == 4)
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+  else if constexpr (N == 2)
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+  else
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
+
 // c += a b for a 16x8 tile and a sum over 8 (PTX ISA, mma.m16n8k8 with .tf32): a = (g, t), (g+8, t), (g, t+4),
 // (g+8, t+4); b0 = (t, g), b1 = (t+4, g); c = (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). The unit ignores the
 // 13 low bits of each operand.
@@ -134,3 +146,11 @@ __device__ __forceinline__ void allow_next_kernel() {
 }
 
 #endif
+
+template <int N>
+__device__ __forceinline__ void load_here(float (&to)[N], const float* from) {
+  unsigned words[N];
+  load_here(words, static_cast<const void*>(from));
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = __uint_as_float(words[i]);
+}

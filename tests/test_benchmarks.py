@@ -580,13 +580,14 @@ def test_stamps_stand_at_each_stages_end_and_compile() -> None:
     spec = BlockSpec(16, 2, 5, 7, axes=("row",))
     config = default(spec.problem("row"), to)
     assert config is not None
-    source = stamped(render(spec, {"row": config}))
-    assert [source.text.count(f"  stamp({stage});\n") for stage in range(len(STAMPS))] == [1] * len(STAMPS)
+    for heads, names in STAMPS.items():
+        source = stamped(render(spec, {"row": replace(config, heads=heads, qkv_columns=2)}), len(names))
+        assert [source.text.count(f"  stamp({stage});\n") for stage in range(len(names))] == [1] * len(names)
     assert compile_source(source, to).resources["axial_row"].registers > 16
     both = default(spec.problem("row"), to)
     two = BlockSpec(16, 2, 5, 7)
     with pytest.raises(SpecError, match="only the sequence family"):
-        stamped(render(two, {axis: both for axis in two.axes}))
+        stamped(render(two, {axis: both for axis in two.axes}), 6)
 
 
 def test_kernels_of_a_configuration_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,10 +186,10 @@ def test_verify_takes_a_large_module_in_parts(call, tmp_path: Path, monkeypatch)
 
 def test_verify_names_the_stage_of_a_planted_fault(call, tuned: Path, tmp_path: Path) -> None:
     text = tuned.read_text()
-    before = "load_pair(pair, bias + column, column);"
+    before = "load_pair(biases[j], bias + column, column);"
     assert text.count(before) == 1, "the template changed: plant the missing bias elsewhere"
     broken = tmp_path / "broken.py"
-    broken.write_text(text.replace(before, "pair[0] = pair[1] = 0.0f;"))
+    broken.write_text(text.replace(before, "biases[j][0] = biases[j][1] = 0.0f;"))
     code, said = call("verify", str(broken))
     assert code == 1 and "output bias" in said, said
 

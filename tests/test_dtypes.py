@@ -78,7 +78,7 @@ def test_each_type_has_arithmetics_of_its_own(dtype: str) -> None:
 def test_operands_of_16_bits_take_half_the_memory_and_their_stores_do_not_conflict() -> None:
     plans = {dtype: SequencePlan(BlockSpec(dtype=dtype).problem("row"), configs_of(BlockSpec(dtype=dtype))["row"]) for dtype in DTYPES}
     for dtype in HALVES:
-        assert plans[dtype].shared_bytes <= 0.51 * plans["float32"].shared_bytes
+        assert plans[dtype].shared_bytes <= 0.52 * plans["float32"].shared_bytes
         assert plans[dtype].registers < plans["float32"].registers
         spread = SequencePlan(plans[dtype].problem, replace(plans[dtype].config, residual="shared"))
         assert spread.layout["kept"].columns == 32
@@ -87,22 +87,24 @@ def test_operands_of_16_bits_take_half_the_memory_and_their_stores_do_not_confli
 
 
 def test_lanes_load_16_bytes_where_none_is_left_idle() -> None:
-    def vector(dim: int, lanes: int, dtype: str = "bfloat16") -> int:
+    def vector(dim: int, lanes: int, dtype: str = "bfloat16", fragment: int = 2) -> int:
         spec = BlockSpec(dim=dim, heads=1, dtype=dtype)
-        return SequencePlan(spec.problem("row"), SequenceConfig(math=DTYPE_MATHS[dtype][0], norm_lanes=lanes)).norm_vector
+        return SequencePlan(
+            spec.problem("row"), SequenceConfig(math=DTYPE_MATHS[dtype][0], norm_lanes=lanes, fragment=fragment)
+        ).norm_vector
 
     assert [vector(64, 8), vector(64, 16), vector(128, 16), vector(36, 8), vector(33, 8), vector(72, 8)] == [8, 4, 8, 4, 2, 8]
     assert vector(64, 8, "float32") == 4
+    assert vector(64, 8, fragment=4) == 4, "a lane with two quadruples would store them with conflicts"
 
 
 def test_the_model_expects_16_bit_kernels_to_take_less() -> None:
     used = Resources(80, 0, 0)
     single, half = (
-        parts(SequencePlan(BlockSpec(dtype=dtype).problem("row"), configs_of(BlockSpec(dtype=dtype))["row"]), used, SM90)
-        for dtype in ("float32", "bfloat16")
+        parts(SequencePlan(spec.problem("row"), configs_of(spec)["row"]), used, SM90) for spec in (BlockSpec(), BlockSpec(dtype="bfloat16"))
     )
     assert half.grid == single.grid / 2 and half.weights == single.weights / 2
-    assert half.tensor == pytest.approx(single.tensor / 6)
+    assert half.tensor == pytest.approx(single.tensor / 3)
     assert half.issue < single.issue and half.serial < single.serial and half.shared < single.shared
 
 
@@ -111,7 +113,9 @@ def test_the_model_expects_16_bit_kernels_of_the_staged_family_to_take_less() ->
     specs = [BlockSpec(dim=256, heads=8, height=128, width=128, dtype=dtype) for dtype in ("float32", "bfloat16")]
     start = staged.default(specs[0].problem("row"), SM90)
     assert start is not None
-    plans = [staged.StagedPlan(spec.problem("row"), replace(start, math=DTYPE_MATHS[spec.dtype][0])) for spec in specs]
+    plans = [
+        staged.StagedPlan(spec.problem("row"), replace(start, math=math)) for spec, math in zip(specs, ("tf32x3", "bf16"), strict=True)
+    ]
     single, half = (staged_parts(plan, used, SM90) for plan in plans)
     assert half.grid == single.grid / 2 and half.weights == single.weights / 2 and half.shared == single.shared / 2
     assert half.tensor == pytest.approx(single.tensor / 6)

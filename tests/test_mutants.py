@@ -139,7 +139,8 @@ def test_the_main_shape(cache: Path) -> None:
 
 @dataclass(frozen=True)
 class Mutant:
-    """An edit (every match of `pattern`) and what it is called; scale: of the input, small where only that shows the fault."""
+    """An edit (every match of `pattern`) and what it is called; scale: of the input, small where only that shows the fault; math, changes:
+    of the configuration."""
 
     name: str
     pattern: str
@@ -147,13 +148,15 @@ class Mutant:
     spec: BlockSpec = ROWS
     scale: float = 1.0
     kinds: tuple[str, ...] = ("wrong",)
+    math: str = "tf32x3"
+    changes: tuple[tuple[str, int | str | bool], ...] = (("key_tile", 16),)
 
 
 MATRICES = ("wrong", "uninitialised", "race", "out_of_bounds")
 ADDRESSES = ("wrong", "race", "block_conflict", "out_of_bounds")
 
 MUTANTS = (
-    Mutant("missing output bias", r"load_pair\(pair, bias \+ column, column\);", ""),
+    Mutant("missing output bias", r"load_pair\(biases\[j\], bias \+ column, column\);", "biases[j][0] = biases[j][1] = 0.0f;"),
     Mutant("no residual", r" \+ kept\[[01]\]", ""),
     Mutant("wrong scale", r"(EXPONENT_SCALE = [\d.e+-]+f)", r"\1 * 1.001f"),
     Mutant("scale of dim instead of head_dim", r"(EXPONENT_SCALE = [\d.e+-]+f)", r"\1 * 0.70710678f"),
@@ -185,13 +188,69 @@ MUTANTS = (
     ),
     Mutant("unnormalised softmax", r"__fdividef\(1\.0f, (\w+[^;]*)\);", r"1.0f + 0.0f * (\1);"),
     Mutant("starts before the previous kernel ends", r"wait_for_previous_kernel\(\);", "", BOTH, kinds=("previous_kernel",)),
-    Mutant("every other sequence", r"blockIdx\.x \* (\w+::)SEQUENCES", r"blockIdx.x * \1SEQUENCES * 2", kinds=("wrong",)),
+    Mutant("every other sequence", r"blockIdx\.x \* (\w+::)SEQUENCES", r"blockIdx.x * \1SEQUENCES * 2", kinds=("wrong", "out_of_bounds")),
 )
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+FIVE = BlockSpec(dim=24, heads=2, height=5, width=19, batch=1, axes=("row",))
+ROUNDS = (("sequences", 1), ("rounds", 4), ("norm_lanes", 4), ("out_columns", 3), ("qkv_rows", 1))
+IN_TURN = (("qkv_columns", 2),)  # the weights of k, then those of v, then those of q
+
+
+def registers(name: str, pattern: str, replacement: str, *kinds: str, changes: tuple = (), spec: BlockSpec = ROWS) -> Mutant:
+    """A mutant of a kernel that keeps q, k and v in registers."""
+    return Mutant(name, pattern, replacement, spec, 1.0, kinds or ("wrong",), "fp16x3", (("heads", "registers"), *changes))
+
+
+REGISTERS = (
+    registers("values not transposed", r"Math::transposed\(result\)", "result"),
+    registers("values for keys", r"operands\[1\]\[step", "operands[2][step"),
+    registers("keys for values", r"operands\[2\]\[step", "operands[1][step"),
+    registers("keys of the first row tile alone", r"operands\[1\]\[step \* \(KEYS / 2\) \+ j / 2\]", "operands[1][0]"),
+    registers("queries of another row tile", r"operands\[0\]\[tile\]", "operands[0][TILES - 1 - tile]"),
+    registers("weights of the first head for all", r"(matrix\(portion, j / 2\) \* C::HEADS) \+ head\(\)", r"\1"),
+    registers(
+        "result of all heads in the first one's place", r"sequence\(\) \* TILES \+ tile, head\(\)", "sequence() * TILES + tile, 0", "race"
+    ),
+    registers("tokens of the first sequence for all", r"\(sequence\(\) \* TILES \+ first\)", "first"),
+    registers("result in the first sequence's place", r"sequence\(\) \* TILES \+ tile, head", "tile, head", "race"),
+    registers("octets swapped", r"part\[p\]\[octet\], (.*?)\[2 \+ octet\]", r"part[p][1 - octet], \1[3 - octet]"),
+    registers("second half of a tile's index for the first", r"part\[p\]\[2 \+ octet\]", "part[p][octet]"),
+    registers(
+        "rests of the tokens lost", r"(first\.part\[part\], second\.part\[part\], third\.part\[part\], fourth)\.part\[part\]", r"\1.part[0]"
+    ),
+    registers("channels swapped in a quadruple", r"third = split\(upper\[2\], upper\[3\]\)", "third = split(upper[3], upper[2])"),
+    registers(
+        "the first portion's weights for all",
+        r"held\.read\(lane, Load\{weight, portion\}\)",
+        "held.read(lane, Load{weight, 0})",
+        changes=IN_TURN,
+    ),
+    registers("further portions' weights not packed", r"(Load\{weight, portion\}\)), held\.pack\(\);", r"\1;", changes=IN_TURN),
+    registers("queries in the values' turn", r"\(portion % TURNS \+ 1\) % 3", "(portion % TURNS + 1) % 2", changes=IN_TURN),
+    registers("tokens of the first round for all", r"if \(round \+ 1 < Row::ROUNDS\) .*?;", "", changes=ROUNDS, spec=FIVE),
+    registers(
+        "tokens of the round after the next", r"first \+ Row::SEQUENCES, sequences\);", "first + 2, sequences);", changes=ROUNDS, spec=FIVE
+    ),
+    registers("one round too few", r"round < Row::ROUNDS", "round < Row::ROUNDS - 1", changes=ROUNDS, spec=FIVE),
+    registers("rounds past the last sequence", r" && first < sequences", "", "out_of_bounds", changes=ROUNDS, spec=FIVE),
+    registers(
+        "blocks that overlap",
+        r"blockIdx\.x \* \(Row::SEQUENCES \* Row::ROUNDS\)",
+        "blockIdx.x",
+        "block_conflict",
+        changes=ROUNDS,
+        spec=FIVE,
+    ),
+    registers("rounds that skip", r"first \+= Row::SEQUENCES", "first += 2", "wrong", "block_conflict", changes=ROUNDS, spec=FIVE),
+)
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *REGISTERS], ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, cache: Path) -> None:
-    how = caught(edited(source_of(mutant.spec, key_tile=16), mutant.pattern, mutant.replacement), cache, mutant.scale)
+    how = caught(
+        edited(source_of(mutant.spec, mutant.math, **dict(mutant.changes)), mutant.pattern, mutant.replacement), cache, mutant.scale
+    )
     assert how, f"{mutant.name} went unnoticed"
     assert how in mutant.kinds, f"{mutant.name} was caught as {how}"
 
@@ -206,7 +265,8 @@ def test_every_missing_barrier_is_caught(dtype: str, math: str, cache: Path) -> 
 
     On the tensor cores a lane replaces only the queries that it alone has read, so that only Ffma needs the __syncwarp there.
     """
-    source = source_of(dataclasses.replace(ROWS, dtype=dtype), math)
+    shared: dict[str, int | str | bool] = {"heads": "shared", "norm_lanes": 16}
+    source = source_of(dataclasses.replace(ROWS, dtype=dtype), math, **shared)
     blocks, warps = kernel_barriers(source, "__syncthreads"), kernel_barriers(source, "__syncwarp")
     assert len(blocks) >= 3, "load, products and attention need a barrier between each two"
     assert warps
@@ -215,6 +275,14 @@ def test_every_missing_barrier_is_caught(dtype: str, math: str, cache: Path) -> 
             how = caught(edited(source, rf"{name}\(\);", ";", which), cache)
             line = source.text[: (blocks if name == "__syncthreads" else warps)[which]].count("\n") + 1
             assert how in ("race", "uninitialised"), f"{name} of line {line} can be left out: {how or 'nothing'} was reported"
+
+
+@pytest.mark.parametrize("spec, changes", [(ROWS, ()), (FIVE, ROUNDS)])
+def test_with_registers_two_barriers_are_needed_and_enough(spec: BlockSpec, changes: tuple, cache: Path) -> None:
+    source = source_of(spec, "fp16x3", heads="registers", **dict(changes))
+    assert caught(source, cache) == "" and len(kernel_barriers(source, "__syncthreads")) == 2
+    for which in range(2):
+        assert caught(edited(source, r"__syncthreads\(\);", ";", which), cache) in ("race", "uninitialised")
 
 
 def test_barrier_that_some_threads_miss(cache: Path) -> None:

@@ -22,8 +22,16 @@ SEED = BlockSpec()
 
 
 def plan(spec: BlockSpec = SEED, **changes) -> SequencePlan:
+    """Of the default in TF32, which has a form in every arithmetic, unless changed."""
     problem = spec.problem("row")
-    return SequencePlan(problem, replace(space(problem, H200).start, **changes))
+    return SequencePlan(problem, replace(space(problem, H200, fixed={"math": "tf32x3"}).start, **changes))
+
+
+def registers(spec: BlockSpec = SEED, **changes) -> SequencePlan:
+    """Of the default that keeps q, k and v in registers."""
+    problem = spec.problem("row")
+    start = space(problem, H200, fixed={"heads": "registers"}).start
+    return SequencePlan(problem, replace(start, **changes))
 
 
 def resources(registers: int = 100, spill: int = 0, shared: int = 35_000) -> Resources:

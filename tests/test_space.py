@@ -40,9 +40,33 @@ def test_every_draw_is_projected_onto_a_legal_canonical_configuration(spec: Bloc
 @pytest.mark.parametrize(
     "spec, arch, fixed",
     [
-        (BlockSpec(), "sm_80", dict(out_rows=1, out_columns=2, residual="reload", sequences=1, qkv_rows=2, norm_lanes=16, key_tile=16)),
-        (DEEPLAB, "sm_80", dict(out_rows=1, out_columns=1, qkv_columns=2, qkv_rows=1, norm_lanes=16, padding=True)),
-        (DEEPLAB, "sm_90", dict(out_rows=1, out_columns=1, qkv_columns=6, weights="hold", qkv_rows=1, residual="reload")),
+        (
+            BlockSpec(),
+            "sm_80",
+            dict(
+                heads="shared", rounds=1, out_rows=1, out_columns=2, residual="reload", sequences=1, qkv_rows=2, norm_lanes=16, key_tile=16
+            ),
+        ),
+        (
+            DEEPLAB,
+            "sm_80",
+            dict(heads="shared", rounds=1, out_rows=1, out_columns=1, qkv_columns=2, qkv_rows=1, norm_lanes=16, padding=True),
+        ),
+        (
+            DEEPLAB,
+            "sm_90",
+            dict(heads="shared", rounds=1, out_rows=1, out_columns=1, qkv_columns=6, weights="hold", qkv_rows=1, residual="reload"),
+        ),
+        (
+            BlockSpec(),
+            "sm_90",
+            dict(math="fp16x3", warps=8, fragment=4, residual="reload", norm_lanes=8, out_rows=1, key_tile=32, prefetch="qkv"),
+        ),
+        (
+            DEEPLAB,
+            "sm_90",
+            dict(heads="registers", warps=8, weights="hold", padding=True, residual="reload", key_tile=80, min_blocks=1, out_columns=2),
+        ),
     ],
 )
 def test_enumeration_finds_exactly_what_brute_force_finds(spec: BlockSpec, arch: str, fixed: dict) -> None:
@@ -55,7 +79,7 @@ def test_enumeration_finds_exactly_what_brute_force_finds(spec: BlockSpec, arch:
 
 
 def test_projection_is_deterministic_and_moves_no_legal_value_needlessly() -> None:
-    here = row_space()
+    here = row_space(fixed={"heads": "shared"})
     drawn = {**config_values(here.start), "weights": "stream"}  # prefetch no longer fits
     config = here.project(drawn)
     assert config == here.project(drawn)
@@ -66,7 +90,7 @@ def test_projection_is_deterministic_and_moves_no_legal_value_needlessly() -> No
 
 
 def test_configurations_that_compile_alike_have_one_representative() -> None:
-    here = row_space()
+    here = row_space(fixed={"math": "tf32x3"})
     slim = here.project({**config_values(here.start), "warps": 2, "min_blocks": 3})
     assert slim.min_blocks == 1, "64 threads x 3 blocks leave 255 registers a thread, as one block does"
     wide = here.project({**config_values(here.start), "warps": 8, "min_blocks": 2})

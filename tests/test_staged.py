@@ -148,7 +148,7 @@ MUTANTS = {
     "columns are not where a lane's neighbours are": (r"column % 8 / 2 \* RUN", "column % 8 / 2 * 2", 1.0),
     "the last row tile is left out": (r"tile >= row_tiles\) break", "tile >= row_tiles - 1) break", 1.0),
     "a head too far": (r"C::HEADS \+ within / STEPS\)", "C::HEADS + (within / STEPS + 1) % C::HEADS)", 1.0),
-    "no gain": (r"\* inverse\[half\], gain\[i\], shift", "* inverse[half], 1.0f, shift", 1.0),
+    "no gain": (r"\* inverse\[row\], gain\[i\], shift", "* inverse[row], 1.0f, shift", 1.0),
     "a lane of a copy is left out": (r"const int copy = threadIdx.x \+", "const int copy = (threadIdx.x | 1) +", 1.0),
 }
 
@@ -223,7 +223,7 @@ def test_blocks_of_the_field_have_a_default_without_bank_conflicts(shape: tuple[
 def test_defaults_compile_without_spills(shape: tuple[int, int, int, int], math: str, arch: str) -> None:
     dtype = next(name for name, maths in DTYPE_MATHS.items() if math in maths)
     spec = BlockSpec(*shape, batch=1, axes=("row",), dtype=dtype)
-    config = default(spec.problem("row"), target(arch), math)
+    config = default(spec.problem("row"), target(arch), math, "mma")
     assert config is not None
     compiled = compile_source(render(spec, {"row": config}), target(arch))
     assert len(compiled.resources) == 3 and not any(used.local_bytes for used in compiled.resources.values())

@@ -147,7 +147,8 @@ class Space:
         value with the same cap stands for all; padding that moves no buffer stands as padding.
         """
         plan = plan_of(self.problem, config)
-        least: dict[str, Any] = {}
+        alike_in = plan.representative if isinstance(plan, SequencePlan) else {}
+        least: dict[str, Any] = {name: value for name, value in alike_in.items() if value in self.values[name]}
         for name, threads in plan.capped.items():
             caps = {int(n): self._register_cap(threads * int(n)) for n in self.values[name]}
             least[name] = min(n for n in caps if caps[n] == caps[getattr(config, name)])

@@ -101,7 +101,7 @@ def blocks_per_sm(plan: SequencePlan, registers: int, target: Target) -> int:
         min(
             target.blocks_per_sm,
             target.threads_per_sm // plan.threads,
-            target.registers_per_sm // (per_warp * plan.config.warps),
+            target.registers_per_sm // (per_warp * plan.warps),
             target.shared_per_sm // (plan.shared_bytes + 1024),
         ),
     )
@@ -117,15 +117,16 @@ def parts(plan: SequencePlan, resources: Resources, target: Target) -> Parts:
     products = sum(s.tiles for s in stages) * (MATHS[c.math].product if plan.tensor_cores else 0.0)
     tokens = plan.problem.sequences * plan.problem.length
     readings = 2.5 if c.residual == "reload" else 2.0  # of x, and the writing of y; the second reading of x hits L2
+    rounds = busiest * c.rounds  # of all blocks of that multiprocessor
     return Parts(
         launch=1.0,
-        tensor=busiest * products * TILE_FLOP / (target.tf32_tflops * 1e6 / target.sms),
-        issue=busiest * sum(s.block for s in stages) / SCHEDULERS * cycle,
-        serial=waves * sum(s.warp for s in stages) * cycle,
-        shared=busiest * sum(s.wavefronts for s in stages) * cycle,
-        wait=waves * sum(s.wait for s in stages) * cycle,
+        tensor=rounds * products * TILE_FLOP / (target.tf32_tflops * 1e6 / target.sms),
+        issue=rounds * sum(s.block for s in stages) / SCHEDULERS * cycle,
+        serial=waves * c.rounds * sum(s.warp for s in stages) * cycle,
+        shared=rounds * sum(s.wavefronts for s in stages) * cycle,
+        wait=waves * c.rounds * sum(s.wait for s in stages) * cycle,
         grid=plan.problem.block.itemsize * tokens * plan.dim * readings / (target.bandwidth * 1e3),
-        weights=busiest * sum(s.weight_bytes for s in stages) / L2_BYTES_PER_CYCLE * cycle,
+        weights=rounds * sum(s.weight_bytes for s in stages) / L2_BYTES_PER_CYCLE * cycle,
         spill=busiest * resources.local_bytes * plan.threads / 128 * cycle,
     )
 
@@ -133,15 +134,19 @@ def parts(plan: SequencePlan, resources: Resources, target: Target) -> Parts:
 def _stages(plan: SequencePlan) -> Iterator[_Stage]:
     c = plan.config
     yield _normalisation(plan)
-    yield _product(plan, plan.qkv_tiles, c.qkv_rows, c.qkv_columns, plan.padded_dim, c.fragment, c.prefetch != "none", "normed", True)
+    if plan.in_registers:
+        yield _heads(plan)
+        yield _product(plan, plan.out_tiles, c.out_rows, c.out_columns, plan.inner, 2, c.prefetch == "both", False)
+        return
+    yield _product(plan, plan.qkv_tiles, c.qkv_rows, c.qkv_columns, plan.padded_dim, c.fragment, c.prefetch != "none", True)
     yield _attention(plan)
-    yield _product(plan, plan.out_tiles, c.out_rows, c.out_columns, plan.inner, 2, c.prefetch == "both", "query", False)
+    yield _product(plan, plan.out_tiles, c.out_rows, c.out_columns, plan.inner, 2, c.prefetch == "both", False)
 
 
 def _conflicts(plan: SequencePlan, buffer: str) -> float:
     """Mean extra wavefronts of one warp-wide access to a buffer."""
     found = plan.layout[buffer].conflicts().values()
-    return sum(found) / len(found) if found else 0.0
+    return sum(found) / len(found)
 
 
 def _normalisation(plan: SequencePlan) -> _Stage:
@@ -149,26 +154,29 @@ def _normalisation(plan: SequencePlan) -> _Stage:
     turns = math.ceil(plan.rows / 2 * c.norm_lanes / plan.threads)
     steps = math.ceil(plan.padded_dim / (c.norm_lanes * vector))
     reductions = 2 * 2 * math.log2(c.norm_lanes)  # of two sums over two tokens
-    stores = steps * vector / 2
+    stores = steps * vector / 2  # of two channels
+    store = plan.layout["normed"].accesses[0]
     instructions = 2 * steps * (2 + 6 * vector) + 2 * reductions + 20 + stores * (4 + 2 * cost.split_pair)
-    wavefronts = stores * (4 * plan.operand_words + _conflicts(plan, "normed"))
-    return _Stage(turns * instructions, turns * c.warps * instructions, turns * L2_CYCLES, wavefronts=turns * c.warps * wavefronts)
+    wavefronts = stores * (4 * plan.operand_words + store.conflicts(plan.layout["normed"].stride))
+    return _Stage(turns * instructions, turns * plan.warps * instructions, turns * L2_CYCLES, wavefronts=turns * plan.warps * wavefronts)
 
 
 def _product(
-    plan: SequencePlan, column_tiles: int, rows: int, columns: int, depth: int, fragment: int, prefetched: bool, operand: str, splits: bool
+    plan: SequencePlan, column_tiles: int, rows: int, columns: int, depth: int, fragment: int, prefetched: bool, splits: bool
 ) -> _Stage:
     """A product with weights, in units of `rows` x `columns` tiles summed over `depth`; splits: its result is the next operand."""
     c, cost, steps = plan.config, MATHS[plan.config.math], depth // 8
     row_groups, column_groups = plan.row_tiles // rows, column_tiles // columns
     across = plan.warps_across(column_groups)
-    down = c.warps // across
+    down = plan.warps // across
     column_turns, row_turns = math.ceil(column_groups / across), math.ceil(row_groups / down)
-    hold = c.weights == "hold"
+    hold = c.weights == "hold" or plan.in_registers
     read = columns * steps * (1.5 * cost.weights * 2 / fragment + cost.split_weights)  # loads with addresses
     unit = steps * (rows * (cost.load_a + cost.split_a) + columns * cost.split_b + rows * columns * cost.product)
     unit += rows * columns * ((6 + 2 * cost.split_pair) if splits else 12)
     units, readers = row_groups * column_groups, min(down, row_groups) if hold else row_groups
+    prefetched |= c.rounds > 1
+    read /= c.rounds  # weights that are held for several rounds are read once
     if hold:
         warp, block = column_turns * (row_turns * unit + read), units * unit + column_groups * readers * read
         # Loads of a fill go out together, and other warps hide most of the wait.
@@ -178,15 +186,35 @@ def _product(
         wait = column_turns * row_turns * steps * (2 / fragment) * L1_CYCLES
     if not splits and c.residual == "reload":
         wait += 0.1 * L2_CYCLES * column_turns * row_turns
-    wavefronts = units * rows * (steps * (4 + _conflicts(plan, operand)) + 4 * columns * splits) * plan.operand_words
-    weight_bytes = column_groups * columns * 8 * depth * plan.problem.block.itemsize * readers
+    wavefronts = units * rows * (steps * 4 + 4 * columns * splits) * plan.operand_words
+    weight_bytes = column_groups * columns * 8 * depth * plan.problem.block.itemsize * readers / c.rounds
     return _Stage(warp, block, wait, units * rows * columns * steps, wavefronts, weight_bytes)
+
+
+def _heads(plan: SequencePlan) -> _Stage:
+    """QKV product and attention of warps that have one head and sequence each, and keep q, k and v in registers."""
+    c, cost, steps = plan.config, MATHS[plan.config.math], plan.padded_dim // 8
+    rows, head = plan.padded_length // 16, plan.padded_head_dim // 8
+    columns, passes = 3 * head, 3 * head // plan.qkv_columns
+    read = columns * steps * (1.5 * cost.weights * 2 / c.fragment + cost.split_weights) / c.rounds
+    project = rows * (steps * (passes * cost.load_a + columns * cost.product) + columns * (2 + 2 * cost.split_pair) + head * 2)
+    keys, key_steps = c.key_tile // 8, plan.padded_length // c.key_tile
+    products = 2 * keys * head * cost.product
+    attend = rows * (
+        key_steps * (products + 14 * keys + 2 * keys * cost.split_pair + 2 * (8 + 2 * head)) + head * (6 + 2 * cost.split_pair)
+    )
+    warp = read + project + attend
+    tiles = plan.warps * rows * (columns * steps + 2 * keys * key_steps * head)
+    wavefronts = plan.warps * 8 * plan.operand_words * rows * (passes * steps + head) / 2
+    weight_bytes = plan.warps * columns * 8 * plan.padded_dim * plan.problem.block.itemsize / c.rounds
+    first = c.prefetch != "none" or c.rounds > 1
+    return _Stage(warp, plan.warps * warp, 0.2 * L2_CYCLES * (passes - first), tiles, wavefronts, weight_bytes)
 
 
 def _attention(plan: SequencePlan) -> _Stage:
     c, cost = plan.config, MATHS[plan.config.math]
     units = plan.row_tiles * plan.problem.block.heads
-    turns, steps = math.ceil(units / c.warps), plan.padded_length // c.key_tile
+    turns, steps = math.ceil(units / plan.warps), plan.padded_length // c.key_tile
     keys, head = c.key_tile // 8, plan.padded_head_dim // 8
     scores = head * (cost.load_a + cost.split_a + keys * (cost.key + cost.split_b + cost.product))
     weighted = keys * (cost.share + cost.split_a + 2 * cost.split_pair + head * (cost.value + cost.split_b + cost.product))

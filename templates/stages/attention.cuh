@@ -1,24 +1,51 @@
 // Stage 3: softmax(q k^T / sqrt(HEAD_DIM)) v, a warp for 16 queries of one head, streaming over tiles of keys with a running
-// maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result replaces the queries,
-// in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
+// maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result takes the place of the queries in
+// shared memory, in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
 // (or, in Ffma, by lanes of the same row).
 template <typename C>
-__device__ __forceinline__ void attention(float* shared) {
+struct Attention {
   using Math = typename C::Math;
-  constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
-  constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  static constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
+  static constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
+
+  // q, k and v of one row tile and head as fragments in shared memory.
+  struct Shared {
+    static constexpr bool IN_SHARED = true;
+    static constexpr int UNROLL = KEY_STEPS <= 4 ? KEY_STEPS : 1;
+    const float* shared;
+    int tile, head, lane;
+
+    __device__ __forceinline__ int first_key(int step) const { return tile / TILES * TILES + step * (C::KEY_TILE / 16); }
+
+    __device__ __forceinline__ void scores(float (&p)[1][KEYS][4], int step) const {
+      Math::template scores<COLUMNS, STEPS>(p, shared + C::QUERY, shared + C::KEY, tile, first_key(step), head * COLUMNS, lane);
+    }
+
+    __device__ __forceinline__ void weighted_sum(float (&out)[1][COLUMNS][4], const float (&p)[1][KEYS][4], int step) const {
+      Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_key(step), head * COLUMNS, lane);
+    }
+  };
+
+  static __device__ __forceinline__ void run(float* shared) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
-    const int unit = warp + turn * C::WARPS;
-    if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
-    const int head = unit % C::HEADS, tile = unit / C::HEADS, first_tile = tile / TILES * TILES;
+    for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
+      const int unit = warp + turn * C::WARPS;
+      if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
+      const int head = unit % C::HEADS, tile = unit / C::HEADS;
+      attend(shared, Shared{shared, tile, head, lane}, tile, head, lane);
+    }
+  }
+
+  // One row tile and head; operands.scores(p, step) and operands.weighted_sum(out, p, step) multiply a step's keys and values.
+  template <typename Operands>
+  static __device__ __forceinline__ void attend(float* shared, const Operands& operands, int tile, int head, int lane) {
     float out[1][COLUMNS][4] = {};
     float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
-#pragma unroll (KEY_STEPS <= 4 ? KEY_STEPS : 1)
+#pragma unroll Operands::UNROLL
     for (int step = 0; step < KEY_STEPS; ++step) {
       float p[1][KEYS][4] = {};
-      Math::template scores<COLUMNS, STEPS>(p, shared + C::QUERY, shared + C::KEY, tile, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
+      operands.scores(p, step);
       if constexpr (C::LENGTH < C::PADDED_LENGTH) {
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
@@ -50,14 +77,19 @@ __device__ __forceinline__ void attention(float* shared) {
         sum[half] += tile_sum;
         highest[half] = now;
       }
-      Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
+      operands.weighted_sum(out, p, step);
     }
-    __syncwarp();  // the queries have been read
+    if constexpr (Operands::IN_SHARED) __syncwarp();  // the queries have been read
     const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
+    constexpr int AT_ONCE = Math::STORED_TILES;
 #pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-      const float c[4] = {out[0][j][0] * upper, out[0][j][1] * upper, out[0][j][2] * lower, out[0][j][3] * lower};
+    for (int j = 0; j < COLUMNS; j += AT_ONCE) {
+      float c[AT_ONCE][4];
+#pragma unroll
+      for (int next = 0; next < AT_ONCE; ++next)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[next][i] = out[0][j + next][i] * (i < 2 ? upper : lower);
       Math::template store_query<STEPS>(shared + C::QUERY, tile, head * COLUMNS + j, lane, c);
     }
   }
-}
+};

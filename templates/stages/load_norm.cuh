@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g;
-      const bool real = row % C::PADDED_LENGTH < C::LENGTH && first + row / C::PADDED_LENGTH < sequences;
+      const bool real = row % C::PADDED_LENGTH < C::LENGTH && (C::SEQUENCES == 1 || first + row / C::PADDED_LENGTH < sequences);
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
@@ -101,9 +101,12 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
     for (int step = 0; step < STEPS; ++step) {
       const int channel = (step * LANES + lane) * VEC;
       if (channel < C::PADDED_DIM) {
+        constexpr int AT_ONCE = C::Math::STORED_TILES == 2 && C::FRAGMENT == 4 && VEC % 4 == 0 ? 4 : 2;
 #pragma unroll
-        for (int i = 0; i < VEC; i += 2) {
-          const float upper[2] = {values[0][step][i], values[0][step][i + 1]}, lower[2] = {values[1][step][i], values[1][step][i + 1]};
+        for (int i = 0; i < VEC; i += AT_ONCE) {
+          float upper[AT_ONCE], lower[AT_ONCE];
+#pragma unroll
+          for (int n = 0; n < AT_ONCE; ++n) upper[n] = values[0][step][i + n], lower[n] = values[1][step][i + n];
           C::Math::template store_rows<C::FRAGMENT, C::PADDED_DIM / 8, C::NORMED_PAGE>(shared + C::NORMED, row_tile, g, channel + i, upper, lower);
         }
       }

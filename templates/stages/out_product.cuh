@@ -20,7 +20,7 @@ struct OutProduct {
 #pragma unroll
       for (int i = 0; i < N; ++i) to[i] = T{};
       if constexpr (C::HEAD_DIM % 2 == 0) {
-        if (real && within < C::HEAD_DIM) load_constant(to, from);
+        if (real && within < C::HEAD_DIM) load_here(to, from);
       } else {
         load_some<true>(to, from, real, within, C::HEAD_DIM);
       }
@@ -42,14 +42,18 @@ struct OutProduct {
           load_pair(residual[i][j][half], x + at, column);
         }
       });
+      float biases[C::OUT_COLUMNS][2];
+#pragma unroll
+      for (int j = 0; j < C::OUT_COLUMNS; ++j) {
+        const int column = (group * C::OUT_COLUMNS + j) * 8 + 2 * (lane % 4);
+        if (C::DIM % 8 == 0 || column < C::DIM) load_pair(biases[j], bias + column, column);
+      }
       float acc[C::OUT_ROWS][C::OUT_COLUMNS][4] = {};
       Math::template product<C::INNER, 2, 128>(acc, shared + C::QUERY + first_tile * C::QUERY_PAGES * 128, lane, operand);
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int, int column, long long at) {
-        float pair[2], kept[2];
-        load_pair(pair, bias + column, column);
+        float kept[2];
         unpack(kept, residual[i][j][half]);
-        pair[0] += acc[i][j][2 * half] + kept[0];
-        pair[1] += acc[i][j][2 * half + 1] + kept[1];
+        const float pair[2] = {biases[j][0] + (acc[i][j][2 * half] + kept[0]), biases[j][1] + (acc[i][j][2 * half + 1] + kept[1])};
         if constexpr (C::DIM % 2 == 0) {
           store(y + at, pair);
         } else {
@@ -81,7 +85,7 @@ struct OutProduct {
       for (int half = 0; half < 2; ++half) {
         const int row = 16 * (first_tile + i) + 8 * half + lane / 4;
         const int token = row % C::PADDED_LENGTH, sequence = first + row / C::PADDED_LENGTH;
-        if (token >= C::LENGTH || sequence >= sequences) continue;
+        if (token >= C::LENGTH || (C::SEQUENCES > 1 && sequence >= sequences)) continue;
         const long long start = C::offset(sequence, token);
 #pragma unroll
         for (int j = 0; j < C::OUT_COLUMNS; ++j) {
@@ -104,6 +108,14 @@ struct OutProduct {
       held.pack();
       rows(shared, x, y, bias, first, sequences, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
     }
+  }
+
+  // Weights held in registers, packed, where one turn takes all columns.
+  static __device__ __forceinline__ void run_held(const float* shared, const Element* x, Element* y, const Element* __restrict__ bias, int first, int sequences,
+                                                  const Held& held) {
+    static_assert(COLUMN_GROUPS == ACROSS, "the weights of one column group are held");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    rows(shared, x, y, bias, first, sequences, warp % ACROSS, warp, lane, [&](int j, int step) { return held.values[j][step]; });
   }
 
   // Weights read from global memory (and the caches) at each use.

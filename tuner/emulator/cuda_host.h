@@ -164,6 +164,12 @@ inline unsigned transpose_8x8(unsigned word, int line = __builtin_LINE()) { retu
 inline unsigned pack_fp16(float first, float second) {
     return ::emulator::float_to_half(first) | unsigned(::emulator::float_to_half(second)) << 16;
 }
+template <int N> void load_here(unsigned (&to)[N], const void* from) {
+    static_assert(N == 1 || N == 2 || N == 4, "a load takes 4, 8 or 16 bytes");
+    if constexpr (N == 4) *reinterpret_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+    else if constexpr (N == 2) *reinterpret_cast<uint2*>(to) = *static_cast<const uint2*>(from);
+    else to[0] = *static_cast<const unsigned*>(from);
+}
 inline float2 unpack_fp16(unsigned word) {
     return {::emulator::half_to_float(uint16_t(word)), ::emulator::half_to_float(uint16_t(word >> 16))};
 }
