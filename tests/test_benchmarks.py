@@ -620,6 +620,26 @@ def test_kernels_of_a_configuration_are_timed_one_by_one(monkeypatch: pytest.Mon
         kernels.line(spec, target("sm_90"), "qkv_engine=wgmma qkv_warp_columns=2")
 
 
+def test_listed_configurations_are_legal_and_wrong_lines_are_told(tmp_path: Path) -> None:
+    from benchmarks.configurations import candidate, lines
+
+    listed = lines(Path(__file__).parent.parent / "benchmarks" / "sequence.txt", [])
+    to = target("sm_90")
+    found = [candidate(line, to) for line in listed]
+    assert len(found) > 40 and len({(c.spec, *c.configs.values()) for c in found}) == len(found), "two lines are the same configuration"
+    assert {line.split()[0] for line in lines(Path(__file__).parent.parent / "benchmarks" / "sequence.txt", ["deeplab"])} == {"deeplab"}
+    for wrong, said in (
+        ("seed fp32 wraps=8", "wraps"),
+        ("seed fp32 qkv_rows=4", "does not divide"),
+        ("sead fp32", "not known"),
+        ("seed fp32 warps=8 attn_warps=4", "no family"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            candidate(wrong, to)
+    with pytest.raises(SpecError, match="cannot be read"):
+        lines(tmp_path / "none.txt", [])
+
+
 @pytest.mark.parametrize("name", attention.CASES)
 @pytest.mark.parametrize("axis", ["row", "col"])
 def test_the_variants_of_attention_are_legal_and_differ(name: str, axis: str) -> None:
