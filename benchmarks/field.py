@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
-from codegen.spec import BlockSpec, SpecError
+from codegen.spec import BlockSpec
 
 ROWS, COLUMNS, BOTH = ("row",), ("col",), ("row", "col")
 
@@ -35,13 +33,8 @@ class Shape:
         return (self.inner or self.dim) // self.heads
 
     def spec(self) -> BlockSpec:
-        """SpecError when no block can say what the shape is."""
-        more: dict[str, Any] = {}
-        if self.inner is not None:
-            if "head_dim" not in {field.name for field in dataclasses.fields(BlockSpec)}:
-                raise SpecError(f"an inner width of {self.inner} unlike dim {self.dim} cannot be specified")
-            more = {"head_dim": self.head_dim}
-        return BlockSpec(self.dim, self.heads, *self.grid, self.batch, axes=self.axes, **more)
+        """The block, in float32."""
+        return BlockSpec(self.dim, self.heads, *self.grid, self.batch, axes=self.axes, head_dim=self.head_dim)
 
 
 SHAPES = (

@@ -108,13 +108,20 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    made.filters["declared"] = lambda names: [f"const Element* __restrict__ {name}" for name in names]
     made.globals["verbatim"] = verbatim
+    made.globals["stage"] = stage
     return made
 
 
 def verbatim(name: str) -> str:
     """The text of templates/`name`, which is plain CUDA: not a template, so that it can be linted and compiled alone."""
     return (TEMPLATES / name).read_text().rstrip("\n")
+
+
+def stage(name: str, spec: BlockSpec) -> str:
+    """The text of templates/`name`: plain CUDA but for the lines that variants of the block add or leave out."""
+    return environment().get_template(name).render(spec=spec).rstrip("\n")
 
 
 def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
@@ -168,18 +175,20 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
         threads, shared = used[stage][:2]
         return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
 
+    block = plan.problem.block
     read = {f"{name}_weight": f"packed_{name}" for name in plan.packed}  # by the products, instead of the weights
-    parameters = plan.problem.block.parameters
-    qkv = ("x", *(read.get(name, name) for name in parameters if not name.startswith("out")), query, key, value)
-    out = (attended, "x", "y", *(read.get(name, name) for name in parameters if name.startswith("out")))
-    heads = plan.problem.block.heads
-    pack = []
+    qkv = ("x", *block.pre_norm_parameters, *(read.get(name, name) for name in block.parameters_of("qkv")), query, key, value)
+    out = (attended, *(("x",) if block.residual else ()), "y", *(read.get(name, name) for name in block.parameters_of("out")))
+    kernels = []
     if plan.packed:
         chunks = sum(product.chunks for product in plan.packed.values())
-        pack = [Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, (*read, *read.values()), "chunks", fixed=chunks)]
-    return [
-        *pack,
+        pack = (*read, *read.values())
+        kernels.append(Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, pack, "chunks", fixed=chunks))
+    kernels += [
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
-        kernel("attention", "sequences", 1, heads * plan.attention.groups, (query, key, value, attended)),
+        kernel("attention", "sequences", 1, block.heads * plan.attention.groups, (query, key, value, attended)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
     ]
+    if block.post_norm:
+        kernels.append(kernel("norm", "tokens", plan.norm_threads // 32, 1, ("y", *block.parameters_of("norm"))))
+    return kernels

@@ -259,10 +259,11 @@ class SequencePlan:
             operand_b = held(tiles, depth) if c.weights == "hold" else tiles * fragment * (1 if self.tensor_cores else 2)
             return 4 * rows * tiles + 8 * rows + operand_b
 
+        biases = 2 * self.qkv_columns if self.problem.block.qkv_bias else 0
         held_qkv = held(self.qkv_columns, self.padded_dim) if c.prefetch != "none" else 0
         held_out = held(c.out_columns, self.inner) if c.prefetch == "both" else 0
         norm = 4 * _ceil(self.padded_dim, c.norm_lanes * self.norm_vector) * self.norm_vector + held_qkv
-        qkv = product(c.qkv_rows, self.qkv_columns, c.fragment, self.padded_dim)
+        qkv = product(c.qkv_rows, self.qkv_columns, c.fragment, self.padded_dim) + biases
         scores = 4 * (c.key_tile // 8) + 4 * (self.padded_head_dim // 8) + 16 + held_out
         out = product(c.out_rows, c.out_columns, 2, self.inner) + 4 * c.out_rows * c.out_columns
         return 24 + max(norm, qkv, scores, out)
@@ -287,6 +288,7 @@ class SequencePlan:
             (c.fragment == 2 or self.dim > 8, "fragment 4 would only add zeros"),
             (c.weights == "hold" or c.prefetch == "none", "only held weights can be prefetched"),
             (not hold or max(self.padded_dim, self.inner) <= 512, "sums of more than 512 are too long to hold weights"),
+            (self.problem.block.residual or c.residual == "reload", "there is no residual to keep"),
             (together == 1 or together <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
             (tiles % c.qkv_rows == 0, f"qkv_rows {c.qkv_rows} does not divide {tiles} row tiles"),
             (self.row_tiles % c.out_rows == 0, f"out_rows {c.out_rows} does not divide {self.row_tiles} row tiles"),

@@ -27,7 +27,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "logit_bias": ("logitbias", "--logit-bias"),
 }
 """Field of BlockSpec in which a block may differ from the usual one -> how a file's name and a command line state it."""
-NOT_GENERATED = ("key_mask", "logit_bias", "norm", "norm_affine", "post_norm", "residual", "qkv_bias", "out_bias", "head_dim")
+NOT_GENERATED = ("key_mask", "logit_bias")
 """The variants that no kernel family computes yet."""
 
 
@@ -139,6 +139,15 @@ class BlockSpec:
             "out_bias": self.out_bias,
         }
         return tuple(name for name, is_there in there.items() if is_there)
+
+    def parameters_of(self, part: str) -> tuple[str, ...]:
+        """Those of `parameters` that belong to "norm", "qkv" or "out"."""
+        return tuple(name for name in self.parameters if name.startswith(part))
+
+    @property
+    def pre_norm_parameters(self) -> tuple[str, ...]:
+        """The parameters of `pre_norm`."""
+        return () if self.post_norm else self.parameters_of("norm")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; of the variants only those that are not as usual, so that old files and new ones agree."""

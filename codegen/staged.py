@@ -4,6 +4,7 @@
    turns over column tiles while the weights stream through shared memory by asynchronous copies.
 2. Attention: a streaming softmax over tiles of keys; a warp has 16 queries of one head.
 3. Output product, bias and residual: tiled like 1.
+4. With post_norm only: the norm, of y in place. (A block of 3 has all channels of a token only where nothing else shares its rows.)
 
 What passes between them (q, k, v and the attention's result) lies in scratch buffers as the fragments that the next kernel multiplies
 (see codegen/sequence.py), in the order of the axis' tokens: every kernel reads its operands in one piece, for rows and columns alike,
@@ -221,7 +222,13 @@ class StagedPlan:
             "qkv": (self.qkv.threads, self.qkv.shared_bytes, c.qkv_blocks, max(self.qkv.registers, self._norm_registers)),
             "attention": (self.attention.threads, self.attention.shared_bytes, c.attn_blocks, self.attention.registers),
             "out": (self.out.threads, self.out.shared_bytes, c.out_blocks, self.out.registers),
+            **({"norm": (self.norm_threads, 0, 1, 32 + _ceil(self.dim, 32))} if self.problem.block.post_norm else {}),
         }
+
+    @property
+    def norm_threads(self) -> int:
+        """Of a block of kernel 4, a warp a token."""
+        return 256
 
     @property
     def _norm_registers(self) -> int:
@@ -267,13 +274,13 @@ class StagedPlan:
                 ),
                 (registers <= most, f"{name}: about {registers} registers a thread exceed the {most} there are"),
             ]
-        for group, product in (("qkv", self.qkv), ("out", self.out)):
+        for group, product, length in (("qkv", self.qkv, self.dim), ("out", self.out, self.problem.block.inner)):
             column_tiles = _ceil(product.all_columns, product.columns)
             rules += self._engine_rules(group, target)
             rules += [
                 (product.parts <= column_tiles, f"{group}_parts {product.parts} exceeds {column_tiles} column tiles"),
                 (
-                    product.sum_tile == 16 or product.sum_tile <= 2 * self.dim or group in self.packed,
+                    product.sum_tile == 16 or product.sum_tile <= 2 * length or group in self.packed,
                     f"{group}_sum_tile {product.sum_tile} adds zeros alone",
                 ),
             ]
@@ -360,13 +367,14 @@ def _careful_product(problem: AxisProblem, group: str, math: str, engine: str | 
 
 def _much(problem: AxisProblem, group: str) -> bool:
     """Whether a product fills a large GPU with warpgroups' tiles that are hardly padded."""
-    return problem.sequences * problem.length >= 8192 and 3 * _ceil(problem.block.dim, SUM_TILE) * SUM_TILE <= 4 * problem.block.dim
+    length = problem.block.dim if group == "qkv" else problem.block.inner
+    return problem.sequences * problem.length >= 8192 and 3 * _ceil(length, SUM_TILE) * SUM_TILE <= 4 * length
 
 
 def _careful_warpgroups(problem: AxisProblem, group: str, target: Target) -> Iterator[dict[str, Any]]:
     """128 rows, in two blocks of two warpgroups on a multiprocessor where shared memory allows that; then fewer of everything."""
     rows = problem.sequences * _ceil(problem.length, 16)
-    all_columns = 3 * problem.block.dim if group == "qkv" else problem.block.dim
+    all_columns = 3 * problem.block.inner if group == "qkv" else problem.block.dim
     shapes = (
         (8, 16, 3, 2), (8, 12, 3, 2), (8, 8, 3, 2), (8, 16, 4, 1), (8, 16, 3, 1), (8, 12, 3, 1), (8, 8, 3, 1),
         (4, 16, 3, 1), (4, 12, 3, 1), (4, 8, 3, 1), (4, 8, 2, 1),
@@ -385,13 +393,14 @@ def _careful_tiles(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]
     """Candidates from fast to frugal: 64 rows, in two blocks of four warps on a multiprocessor, so that one multiplies while the other
     normalises or waits, or else in one of eight; fewer rows where shared memory or the rows are few."""
     rows = problem.sequences * _ceil(problem.length, 16)  # row tiles in all
-    columns = 3 * problem.block.dim if group == "qkv" else problem.block.dim
+    block = problem.block
+    columns, length = (3 * block.inner, block.dim) if group == "qkv" else (block.dim, block.inner)
     shapes = (
         (2, 4, 4, 1, 4), (1, 4, 4, 1, 8), (2, 2, 4, 1, 4), (1, 2, 4, 1, 8), (1, 2, 4, 1, 4),
         (2, 1, 4, 1, 8), (1, 1, 4, 1, 8), (1, 1, 4, 1, 4), (1, 1, 2, 1, 4), (1, 1, 2, 1, 1),
     )  # fmt: skip
     steps: tuple[tuple[int, int], ...] = ((32, 3), (32, 2), (16, 3), (16, 2))
-    if problem.block.itemsize == 2 and _ceil(problem.block.dim, 32) % 2 == 0:  # as many bytes a step, unless they are zeros
+    if block.itemsize == 2 and _ceil(length, 32) % 2 == 0:  # as many bytes a step, unless they are zeros
         steps = ((64, 3), (64, 2), *steps)
     for (blocks, warp_rows, warp_columns, down, across), (tile, stages) in itertools.product(shapes, steps):
         if warp_rows * down > rows or 8 * warp_columns * across >= 2 * columns and warp_columns > 2:

@@ -13,14 +13,14 @@ from codegen.spec import BlockSpec
 REFERENCE = """
 import functools
 from codegen.reference import Model as Block
-Model = functools.partial(Block, axes={axes!r})
+Model = functools.partial(Block, **{fields!r})
 """
 
 
 def execute(text: str, spec: BlockSpec, build_directory: str | None = None) -> dict[str, Any]:
     """The names that `text` defines, executed in a dict that already holds the reference's names."""
     names: dict[str, Any] = {}
-    exec(REFERENCE.format(axes=spec.axes), names)
+    exec(REFERENCE.format(fields={"axes": spec.axes, **spec.variants}), names)
     if build_directory is not None:
         text = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {build_directory!r}\n" + text
     exec(compile(text, "<string>", "exec"), names)

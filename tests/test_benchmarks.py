@@ -19,6 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import attention
 from benchmarks import compare as command
 from benchmarks import run as course
 from benchmarks.cases import CASES, SHAPES, Case, Shape, select
@@ -28,6 +29,7 @@ from benchmarks.results import Measured, Report, Result, from_json, geometric_me
 from benchmarks.rival import compile_all, fastest
 from benchmarks.run import Plan, compare, find_modules, tune_command
 from benchmarks.table import COMPARISON, comparison, floor_table, insert
+from codegen import staged
 from codegen.module import Provenance, write_module
 from codegen.reference import reference
 from codegen.render import render
@@ -636,3 +638,16 @@ def test_listed_configurations_are_legal_and_wrong_lines_are_told(tmp_path: Path
             candidate(wrong, to)
     with pytest.raises(SpecError, match="cannot be read"):
         lines(tmp_path / "none.txt", [])
+
+
+@pytest.mark.parametrize("name", attention.CASES)
+@pytest.mark.parametrize("axis", ["row", "col"])
+def test_the_variants_of_attention_are_legal_and_differ(name: str, axis: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    problem, sm90 = dataclasses.replace(case.spec(), axes=(axis,)).problem(axis), target("sm_90")
+    start = staged.default(problem, sm90)
+    assert start is not None
+    texts = attention.VARIANTS[8 * problem.block.itemsize]
+    configs = [attention.changed(start, text) for text in texts]
+    assert len(set(configs)) == len(texts) >= 8
+    assert not any(staged.StagedPlan(problem, config).reasons(sm90) for config in configs)

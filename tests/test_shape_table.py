@@ -157,7 +157,7 @@ def test_the_page_states_machine_errors_times_and_reasons(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "shapes.json").read_text())["rows"][0]["pytorch"]["wall"] == 80.0
 
 
-def test_an_inner_width_of_its_own_is_refused_by_name_until_blocks_have_one() -> None:
+def test_an_inner_width_of_its_own_is_served() -> None:
     shape = Shape("Inner", 32, 8, (8, 8), axes=BOTH, inner=128)
     row, work = plan(shape, H200, {})
-    assert shape.head_dim == 16 and (work is not None or "inner width of 128 unlike dim 32" in row.refused)
+    assert shape.head_dim == 16 and work is not None and work.spec.inner == 128 and not row.refused

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from codegen.target import TARGETS, Target, target
 from tuner.emulator import Emulator
 from tuner.space import Space, preferred, spaces
 from tuner.verify import Checker
+from variants import variants
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = target("sm_90")
@@ -162,15 +164,17 @@ def test_limits_on_a_gpu(shape: tuple[int, int, int]) -> None:
 
 @st.composite
 def blocks(draw: st.DrawFn) -> BlockSpec:
-    """Blocks that the emulator runs in a second or so: heads of any width, grids of any proportion, one axis or both."""
+    """Blocks that the emulator runs in a second or so: heads of any width, grids of any proportion, one axis or both, any variant."""
     heads = draw(st.integers(1, 6))
     head_dim = draw(st.integers(1, min(96, 240 // heads)))
     height = draw(st.integers(1, 80))
     width = draw(st.integers(1, max(1, min(80, 600 // height))))
     height, width = draw(st.permutations((height, width)))
     axes = draw(st.sampled_from([("row",), ("col",), ("row", "col")]))
-    eps = draw(st.sampled_from([1e-5, 1e-3, 1e-6]))
-    return BlockSpec(heads * head_dim, heads, height, width, draw(st.integers(1, 3)), axes=axes, eps=eps)
+    fields: dict[str, Any] = draw(st.one_of(st.just({}), variants()))
+    if fields.get("norm") != "none":
+        fields["eps"] = draw(st.sampled_from([1e-5, 1e-3, 1e-6]))
+    return BlockSpec(heads * head_dim, heads, height, width, draw(st.integers(1, 3)), axes=axes, **fields)
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def emulated(spec: BlockSpec) -> tuple[BlockSpec, ...]:
 def _multiplications(spec: BlockSpec) -> int:
     """Multiply-adds of one forward."""
     tokens = spec.batch * spec.height * spec.width
-    return sum(tokens * (4 * spec.dim**2 + 2 * spec.problem(axis).length * spec.dim) for axis in spec.axes)
+    return sum(tokens * (4 * spec.dim + 2 * spec.problem(axis).length) * spec.inner for axis in spec.axes)
 
 
 class _Emulated:

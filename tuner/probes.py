@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from codegen.reference import reference, to_sequences
+from codegen.reference import parameter_shapes, reference, to_sequences
 from codegen.spec import BlockSpec
 
 STAGES = ("LayerNorm", "QKV product", "scores", "softmax", "weighted sum", "output product", "output bias", "residual")
@@ -212,11 +212,9 @@ class Bench:
 
     def quiet(self, axis: str) -> dict[str, Tensor]:
         """Weights with which `axis` adds nothing, even where LayerNorm or softmax are wrong."""
-        d = self.spec.dim
-        sizes: dict[str, tuple[int, ...]] = {"gain": (d,), "beta": (d,), "qkv": (3 * d, d), "out": (d, d), "bias": (d,)}
-        weights = {name_of(axis, part): torch.zeros(size, device=self.device) for part, size in sizes.items()}
-        weights[name_of(axis, "gain")] += 1.0
-        return weights
+        shapes = parameter_shapes(replace(self.spec, axes=(axis,)))
+        gain = name_of(axis, "gain")
+        return {name: (torch.ones if name == gain else torch.zeros)(shape, device=self.device) for name, shape in shapes.items()}
 
     def run(self, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         """y - x in float64, with quiet weights where none are given."""
@@ -241,10 +239,11 @@ class Bench:
         out: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Probe:
-        """Runs the block with these weights for `axis` (a gain of 1 and zeros where none are given) and all other axes quiet."""
+        """Runs the block with these weights for `axis` (a gain of 1 and zeros where none are given) and all other axes quiet. What the
+        block has no parameter for is left out."""
         weights = self.quiet(axis)
         for part, value in (("gain", gain), ("beta", beta), ("out", out), ("bias", bias)):
-            if value is not None:
+            if value is not None and name_of(axis, part) in weights:
                 weights[name_of(axis, part)] = value
         for index, value in enumerate((q, k, v)):
             if value is not None:

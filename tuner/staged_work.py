@@ -15,7 +15,7 @@ from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import WarpgroupProduct
 from tuner.trial import Resources
-from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts
+from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts, token_norm
 
 SPECIAL_CYCLES = 8  # of a scheduler's special-function unit for an instruction of a warp: 16 results a cycle and multiprocessor
 
@@ -35,8 +35,10 @@ class _Block:
 
 
 def staged_parts(plan: StagedPlan, resources: Mapping[str, Resources], target: Target) -> Parts:
-    """The parts of the time of an axis' three kernels; resources: by stage ("qkv", "attention", "out")."""
+    """The parts of the time of an axis' kernels; resources: by stage ("qkv", "attention", "out", with post-norm "norm")."""
     blocks = {"qkv": _product(plan, plan.qkv, True), "attention": _attention(plan), "out": _product(plan, plan.out, False)}
+    if plan.problem.block.post_norm:
+        blocks["norm"] = _post_norm(plan)
     parts = [_parts(plan, block, plan.kernels[stage][0], resources[stage], target) for stage, block in blocks.items()]
     if plan.packed:
         parts.append(_packing(plan, target))
@@ -75,6 +77,13 @@ def _parts(plan: StagedPlan, block: _Block, threads: int, used: Resources, targe
     )
 
 
+def _post_norm(plan: StagedPlan) -> _Block:
+    """A token a warp: y is read and written."""
+    block, tokens, warps = plan.problem.block, plan.problem.sequences * plan.problem.length, plan.norm_threads // 32
+    moved = 2 * block.itemsize * tokens * plan.dim
+    return _Block(math.ceil(tokens / warps), token_norm(block), 0.0, 0.0, block.itemsize * warps * plan.dim, L2_CYCLES, moved)
+
+
 def _product(plan: StagedPlan, p: Product | WarpgroupProduct, first: bool) -> _Block:
     return _by_warpgroups(plan, p, first) if isinstance(p, WarpgroupProduct) else _by_warps(plan, p, first)
 
@@ -95,7 +104,7 @@ def _by_warpgroups(plan: StagedPlan, p: WarpgroupProduct, first: bool) -> _Block
     products = p.down // 4 * steps * 4 * (2 * p.operands - 1)
     wavefronts = products * (64 + p.columns) * 32 / 128 + (steps * p.b_tile + p.buffers) / 32
     read = 4.0 * steps * p.b_tile + itemsize * p.row_tiles * 16 * p.sum
-    moved = itemsize * tokens * plan.dim * (1 if first else 2)
+    moved = itemsize * tokens * plan.dim * (2 if not first and plan.problem.block.residual else 1)
     return _Block(blocks, instructions, tiles, wavefronts, read, L2_CYCLES * (2 + 0.05 * steps), moved)
 
 
@@ -114,7 +123,7 @@ def _by_warps(plan: StagedPlan, p: Product, first: bool) -> _Block:
     wavefronts: float = warps * sums * (4 * rows * a + 2 * columns * b * (1 + p.conflicts()["weights as operand B"]))
     wavefronts += (steps * p.columns * p.sum_tile * b + p.row_tiles * 16 * p.sum * a) / 32
     read = itemsize * (steps * p.columns * p.sum_tile + p.row_tiles * 16 * p.sum)
-    moved = itemsize * tokens * plan.dim * (1 if first else 2)
+    moved = itemsize * tokens * plan.dim * (2 if not first and plan.problem.block.residual else 1)
     waits = L2_CYCLES * (2 + 0.1 * steps * (4 - p.stages))
     return _Block(blocks, instructions, warps * sums * rows * columns, wavefronts, read, waits, moved)
 

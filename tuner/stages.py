@@ -42,11 +42,19 @@ def first_disagreement(spec: BlockSpec, runner: Runner, seed: int = 0, device: t
     return None
 
 
+def probed(spec: BlockSpec) -> bool:
+    """Whether the probes know the block: they switch stages off by weights, see the branch beside x, and know LayerNorm."""
+    return spec.pre_norm == "layer" and spec.residual and spec.inner == spec.dim
+
+
 def residual(bench: Bench) -> Diagnosis | None:
     """Without branches y must be x. Biases then tell which axis lost it, as x passes through all of them in turn."""
     x, axes = bench.stored(bench.tokens()), bench.spec.axes
     affine = {axis: (bench.stored(bench.normal(bench.spec.dim)), bench.stored(bench.normal(bench.spec.dim))) for axis in axes}
-    given = {name_of(axis, part): value for axis in axes for part, value in zip(("gain", "beta"), affine[axis], strict=True)}
+    if not bench.spec.norm_affine:
+        affine = dict.fromkeys(axes, (torch.ones(bench.spec.dim, device=x.device), torch.zeros(bench.spec.dim, device=x.device)))
+    parts = ("gain", "beta") if bench.spec.norm_affine else ()
+    given = {name_of(axis, part): value for axis in axes for part, value in zip(parts, affine[axis], strict=False)}
     added = bench.run(x, given)
     broken = ~torch.isfinite(added)
     if broken.any():
@@ -55,8 +63,9 @@ def residual(bench: Bench) -> Diagnosis | None:
     error = float(added.abs().max()) / float(x.double().square().mean().sqrt())
     if error <= bench.precision.tolerance:
         return None
-    biases = {axis: bench.stored(bench.normal(bench.spec.dim)) for axis in axes}
-    y = bench.run(x, given | {name_of(axis, "bias"): bias for axis, bias in biases.items()}) + x.double()
+    biases = {axis: bench.stored(bench.normal(bench.spec.dim) * bench.spec.out_bias) for axis in axes}
+    shown = biases if bench.spec.out_bias else {}
+    y = bench.run(x, given | {name_of(axis, "bias"): bias for axis, bias in shown.items()}) + x.double()
     for culprit in axes:
         for index in range(4):
             carried, detail = x.double(), ""
@@ -73,6 +82,8 @@ def residual(bench: Bench) -> Diagnosis | None:
 
 def output_bias(bench: Bench, axis: str) -> Diagnosis | None:
     """With an output product of zero the branch must be the bias."""
+    if not bench.spec.out_bias:
+        return None
     probe = bench.observe(axis, bench.tokens(), bias=bench.normal(bench.spec.dim))
     if probe.agrees():
         return None
@@ -194,7 +205,8 @@ def _product_or_sum(bench: Bench, probe: Probe) -> Diagnosis:
 
 def _parts(probe: Probe) -> dict[str, Tensor]:
     """A probe's weights as Bench.observe takes them."""
-    parts = {part: probe.weights[name_of(probe.axis, part)] for part in ("gain", "beta", "out", "bias")}
+    names = {part: name_of(probe.axis, part) for part in ("gain", "beta", "out", "bias")}
+    parts = {part: probe.weights[name] for part, name in names.items() if name in probe.weights}
     q, k, v = probe.weights[name_of(probe.axis, "qkv")].chunk(3)
     return {**parts, "q": q, "k": k, "v": v}
 
@@ -226,6 +238,8 @@ def layer_norm(bench: Bench, axis: str) -> Diagnosis | None:
     x = to_grid(axis, each.expand(number, length, dim), torch.Size(bench.shape)).contiguous()
     gain = bench.stored(1.0 + 0.5 * (2 * torch.rand(dim, generator=bench.generator, device=bench.device) - 1))
     beta = bench.stored(bench.normal(dim))
+    if not bench.spec.norm_affine:
+        gain, beta = torch.ones_like(gain), torch.zeros_like(beta)
     probe = bench.observe(axis, x, gain=gain, beta=beta, v=bench.identity(), out=bench.identity())
     if probe.agrees():
         return None

@@ -2,7 +2,8 @@
 
 An implementation is a runner: (x, weights) -> y, all of the block's element type, with x (batch, height, width, dim) and the
 weights by the reference's parameter names. It is compared with the float64 reference in two ways: the whole output, scaled to
-the output's root mean square, and the branch alone (y - x), scaled to the branch's, so that the residual cannot hide it.
+the output's root mean square, and the branch alone (y - x), scaled to the branch's, so that the residual cannot hide it. Where the
+block has no residual, or normalises behind it, y is the branch.
 float32 is held to a tolerance; 16-bit types to twice the error of PyTorch's own form of the same type on the same input.
 """
 
@@ -15,10 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from codegen.reference import SCORE_LIMIT, branch, random_input, random_weights, reference, to_sequences, torch_dtype
+from codegen.reference import SCORE_LIMIT, Branch, branch, random_input, random_weights, reference, to_sequences, torch_dtype
 from codegen.spec import BlockSpec
+from tuner.hypotheses import explained
 from tuner.probes import ROUNDING, Diagnosis, Runner, largest
-from tuner.stages import first_disagreement
+from tuner.stages import first_disagreement, probed
 
 TOLERANCE = 1e-5
 WORSE = 2.0  # by how much the error of a 16-bit block may exceed that of PyTorch's form
@@ -45,7 +47,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """One input with its float64 output. condition: by how much ill-conditioned numbers
+    """One input with its float64 output. carries: whether y is x and the branch, not the branch alone. condition: by how much
+    ill-conditioned numbers
     (large scores, nearly equal channels) may exceed the tolerance, at least 1. allowed: what the error and the branch's error,
     divided by it, may be; None for the checker's tolerance."""
 
@@ -53,6 +56,7 @@ class Case:
     x: Tensor
     weights: Mapping[str, Tensor]
     expected: Tensor
+    carries: bool
     condition: float = 1.0
     allowed: tuple[float, float] | None = None
 
@@ -118,10 +122,13 @@ def diagnose(
 ) -> Diagnosis:
     """Names the stage of the block that disagrees with the reference, or says that none does.
 
-    Probes that involve one stage more each go first, on at most two images; then the whole block is checked as Checker
-    does (batch and quick are Checker's), and what only this shows has the stage UNLOCATED.
+    A variant's run is first compared with what it would be with known faults. Then, where the block has LayerNorm, a residual and heads of
+    dim / heads, probes that involve one stage more each go, on at most two images. At last the whole block is checked as Checker does
+    (batch and quick are Checker's), and what only this shows has the stage UNLOCATED.
     """
-    found = first_disagreement(spec, runner, seed, device)
+    found = explained(spec, runner, seed, device) if set(spec.variants) - {"eps"} else None
+    if found is None and probed(spec):
+        found = first_disagreement(spec, runner, seed, device)
     if found is None:
         whole = Checker(spec, seed, device, batch=batch, quick=quick)(runner)
         found = Diagnosis() if whole.ok else Diagnosis(UNLOCATED, "", whole.cause, max(whole.error, whole.branch_error))
@@ -145,13 +152,16 @@ def _cases(spec: BlockSpec, generator: torch.Generator, batch: int, quick: bool)
     for axis in spec.axes:
         x = _mixed(spec, generator, 1)
         alone = _alone(spec, axis, random_weights(spec, generator))
-        if len(spec.axes) > 1:
+        if len(spec.axes) > 1 and spec.residual:
             yield _case(f"{axis} branch alone", spec, x, alone)
-        yield _case(f"{axis} branch alone, large scores", spec, x, _sharpened(spec, axis, x, alone), LARGE_SCORE / WELL_CONDITIONED)
+        condition = 1.0 if spec.pre_norm == "none" else LARGE_SCORE / WELL_CONDITIONED  # there it is found from the scores
+        alone_text = "branch alone, " if spec.residual else ""
+        yield _case(f"{axis} {alone_text}large scores", spec, x, _sharpened(spec, axis, x, alone), condition)
 
 
 def _case(name: str, spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], condition: float = 1.0) -> Case:
-    case = Case(name, x, weights, reference(spec, x, weights), condition * _cancellation(spec, x))
+    carries = spec.residual and not spec.post_norm
+    case = Case(name, x, weights, reference(spec, x, weights), carries, condition * _condition(spec, x, weights))
     return case if spec.itemsize == 4 else replace(case, allowed=_allowed(spec, case))
 
 
@@ -163,6 +173,30 @@ def _allowed(spec: BlockSpec, case: Case) -> tuple[float, float]:
     return WORSE * error, WORSE * branch_error
 
 
+def _condition(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor]) -> float:
+    """At least 1: by how much rounding errors may grow: in LayerNorm (see _cancellation), and where scores are large because the
+    tokens are not normalised."""
+    if spec.pre_norm == "layer" and spec.residual:
+        return _cancellation(spec, x)  # further axes see x and more
+    worst, cast, grid = 1.0, {name: tensor.double() for name, tensor in weights.items()}, x.double()
+    for axis in spec.axes:
+        tokens, stages = _some(spec, axis, grid, cast)
+        if spec.pre_norm == "none":
+            worst = max(worst, float(stages.scores.abs().max()) / WELL_CONDITIONED)
+        if spec.norm == "layer":
+            summed = stages.output + tokens if spec.residual else stages.output
+            worst = max(worst, _cancellation(spec, summed if spec.post_norm else tokens))
+        grid = reference(replace(spec, axes=(axis,)), grid, weights)
+    return worst
+
+
+def _some(spec: BlockSpec, axis: str, grid: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Branch]:
+    """As many sequences of a grid as the score matrix has room for, and the stages of `axis` for them."""
+    sequences = to_sequences(axis, grid)
+    few = sequences[: max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))].double()
+    return few, branch(spec, axis, few, weights)
+
+
 def _cancellation(spec: BlockSpec, x: Tensor) -> float:
     """At least 1: what LayerNorm loses where the channels of a token nearly agree, which is rare from 8 channels on."""
     x = x.double()
@@ -171,28 +205,33 @@ def _cancellation(spec: BlockSpec, x: Tensor) -> float:
 
 
 def _mixed(spec: BlockSpec, generator: torch.Generator, batch: int) -> Tensor:
-    """Tokens each with a mean and a scale of its own: at 0.001 LayerNorm's eps shows, at 100 the branch is small beside x."""
+    """Tokens each with a mean and a scale of its own: at 0.001 LayerNorm's eps shows, at 100 the branch is small beside x. No scale is
+    above 1 where the tokens are not normalised, so that softmax has more than one key to weigh."""
     x = random_input(spec, generator, batch=batch).float()
     tokens = (*x.shape[:3], 1)
     mean = torch.randn(tokens, generator=generator, device=x.device)
-    exponent = 5.0 * torch.rand(tokens, generator=generator, device=x.device) - 3.0
+    decades = 5.0 if spec.pre_norm != "none" else 3.0
+    exponent = decades * torch.rand(tokens, generator=generator, device=x.device) - 3.0
     return ((x + mean) * 10.0**exponent).to(torch_dtype(spec))
 
 
 def _alone(spec: BlockSpec, axis: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with every other axis adding nothing."""
+    """The weights with every other axis adding nothing; as they are where it would leave nothing."""
+    if not spec.residual:
+        return weights
     muted = {f"{other}_out.{part}" for other in spec.axes if other != axis for part in ("weight", "bias")}
     return {name: torch.zeros_like(tensor) if name in muted else tensor for name, tensor in weights.items()}
 
 
 def _sharpened(spec: BlockSpec, axis: str, x: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights with the queries of `axis` scaled, so that its largest score is about LARGE_SCORE, and positive."""
-    sequences = to_sequences(axis, x)
-    few = sequences[: max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))]
-    scores = branch(spec, axis, few.double(), {name: tensor.double() for name, tensor in weights.items()}).scores
-    qkv = weights[f"{axis}_qkv.weight"].clone()
-    qkv[: spec.dim] *= LARGE_SCORE / largest(scores)
-    return {**weights, f"{axis}_qkv.weight": qkv}
+    before = spec.axes[: spec.axes.index(axis)]
+    grid = reference(replace(spec, axes=before), x, weights) if before else x
+    scores = _some(spec, axis, grid, {name: tensor.double() for name, tensor in weights.items()})[1].scores
+    sharpened = {name: weights[name].clone() for name in (f"{axis}_qkv.weight", f"{axis}_qkv.bias") if name in weights}
+    for tensor in sharpened.values():
+        tensor[: spec.inner] *= LARGE_SCORE / largest(scores)
+    return {**weights, **sharpened}
 
 
 def _run(case: Case, runner: Runner, tolerance: float) -> Check:
@@ -214,7 +253,7 @@ def _run(case: Case, runner: Runner, tolerance: float) -> Check:
     allowed, allowed_branch = case.allowed or (tolerance, tolerance)
     if error <= allowed and branch_error <= allowed_branch:
         return Check(True, error, branch_error)
-    if torch.equal(y, x.double()):
+    if case.carries and torch.equal(y, x.double()):
         return failed("returns its input: the branch adds nothing", error, branch_error)
     what, worst, most = ("branch's", branch_error, allowed_branch) if branch_error > allowed_branch else ("output's", error, allowed)
     deviation = (y - case.expected).abs()
@@ -227,11 +266,12 @@ def _run(case: Case, runner: Runner, tolerance: float) -> Check:
 
 def _errors(case: Case, y: Tensor) -> tuple[float, float]:
     """The error and the branch's error of a float64 output; see Check."""
-    x = case.x.double()
+    x = case.x.double() if case.carries else torch.zeros_like(case.x, dtype=torch.float64)
     added = case.expected - x
     deviation = (y - case.expected).abs()
     beyond = (deviation - ROUNDING[case.x.dtype] * (x.abs() + added.abs())).clamp_min(0.0)
-    return float(deviation.max()) / rms(case.expected) / case.condition, float(beyond.max()) / rms(added) / case.condition
+    scale, branch_scale = (rms(values) or 1.0 for values in (case.expected, added))
+    return float(deviation.max()) / scale / case.condition, float(beyond.max()) / branch_scale / case.condition
 
 
 def place(mask: Tensor) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from codegen.sequence import SequencePlan
+from codegen.spec import BlockSpec
 from codegen.target import Target
 from tuner.trial import Resources
 
@@ -19,6 +20,8 @@ L2_CYCLES, L1_CYCLES = 300, 35
 L2_BYTES_PER_CYCLE = 64  # that one multiprocessor draws from L2
 SCHEDULERS = 4  # of a multiprocessor, each issuing one instruction a cycle
 TILE_FLOP = 2 * 16 * 8 * 8
+NORM_SUMS = {"layer": 2, "rms": 1, "none": 0}
+"""Sums over a token's channels that a norm takes."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ def parts(plan: SequencePlan, resources: Resources, target: Target) -> Parts:
     cycle = 1.0 / target.clock  # microseconds
     products = sum(s.tiles for s in stages) * (MATHS[c.math].product if plan.tensor_cores else 0.0)
     tokens = plan.problem.sequences * plan.problem.length
-    readings = 2.5 if c.residual == "reload" else 2.0  # of x, and the writing of y; the second reading of x hits L2
+    block = plan.problem.block
+    # Of x, and the writing of y. The second reading of x hits L2; so does that of y for a norm, which writes it once more.
+    readings = 2.0 + 0.5 * (block.residual and c.residual == "reload") + 1.5 * block.post_norm
     rounds = busiest * c.rounds  # of all blocks of that multiprocessor
     return Parts(
         launch=1.0,
@@ -134,6 +139,8 @@ def parts(plan: SequencePlan, resources: Resources, target: Target) -> Parts:
 def _stages(plan: SequencePlan) -> Iterator[_Stage]:
     c = plan.config
     yield _normalisation(plan)
+    if plan.problem.block.post_norm:
+        yield _post_norm(plan)
     if plan.in_registers:
         yield _heads(plan)
         yield _product(plan, plan.out_tiles, c.out_rows, c.out_columns, plan.inner, 2, c.prefetch == "both", False)
@@ -141,6 +148,18 @@ def _stages(plan: SequencePlan) -> Iterator[_Stage]:
     yield _product(plan, plan.qkv_tiles, c.qkv_rows, c.qkv_columns, plan.padded_dim, c.fragment, c.prefetch != "none", True)
     yield _attention(plan)
     yield _product(plan, plan.out_tiles, c.out_rows, c.out_columns, plan.inner, 2, c.prefetch == "both", False)
+
+
+def _post_norm(plan: SequencePlan) -> _Stage:
+    """The norm of the block's tokens in y, a warp a token."""
+    tokens = plan.config.sequences * plan.problem.length
+    turns, instructions = math.ceil(tokens / plan.warps), token_norm(plan.problem.block)
+    return _Stage(turns * instructions, tokens * instructions, turns * L2_CYCLES)
+
+
+def token_norm(block: BlockSpec) -> float:
+    """Instructions of a warp that normalises one token of y in place."""
+    return 40 + 10 * NORM_SUMS[block.norm] + (4 + 3 * NORM_SUMS[block.norm]) * math.ceil(block.dim / 32)
 
 
 def _conflicts(plan: SequencePlan, buffer: str) -> float:
@@ -153,10 +172,11 @@ def _normalisation(plan: SequencePlan) -> _Stage:
     c, cost, vector = plan.config, MATHS[plan.config.math], plan.norm_vector
     turns = math.ceil(plan.rows / 2 * c.norm_lanes / plan.threads)
     steps = math.ceil(plan.padded_dim / (c.norm_lanes * vector))
-    reductions = 2 * 2 * math.log2(c.norm_lanes)  # of two sums over two tokens
+    sums = NORM_SUMS[plan.problem.block.pre_norm]
+    reductions = 2 * sums * math.log2(c.norm_lanes)  # of the sums over two tokens
     stores = steps * vector / 2  # of two channels
     store = plan.layout["normed"].accesses[0]
-    instructions = 2 * steps * (2 + 6 * vector) + 2 * reductions + 20 + stores * (4 + 2 * cost.split_pair)
+    instructions = 2 * steps * (2 + (2 + 2 * sums) * vector) + 2 * reductions + 20 + stores * (4 + 2 * cost.split_pair)
     wavefronts = stores * (4 * plan.operand_words + store.conflicts(plan.layout["normed"].stride))
     return _Stage(turns * instructions, turns * plan.warps * instructions, turns * L2_CYCLES, wavefronts=turns * plan.warps * wavefronts)
 

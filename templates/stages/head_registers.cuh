@@ -32,7 +32,7 @@ struct HeadRegisters {
   };
 
   // `held` has the first portion's weights; those of further ones are read here.
-  __device__ __forceinline__ void project(const float* shared, const Element* __restrict__ weight, Held& held) {
+  __device__ __forceinline__ void project(const float* shared, const Element* __restrict__ weight, {{ "const Element* __restrict__ bias, " if spec.qkv_bias }}Held& held) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int portion = 0; portion < PORTIONS; ++portion) {
@@ -43,13 +43,13 @@ struct HeadRegisters {
 #pragma unroll
       for (int first = 0; first < TILES; first += ROWS) {
         __syncwarp();
-        multiply(shared, held, portion, first, lane);
+        multiply(shared, {{ "bias, " if spec.qkv_bias }}held, portion, first, lane);
       }
     }
   }
 
   // One portion for ROWS row tiles.
-  __device__ __forceinline__ void multiply(const float* shared, const Held& held, int portion, int first, int lane) {
+  __device__ __forceinline__ void multiply(const float* shared, {{ "const Element* __restrict__ bias, " if spec.qkv_bias }}const Held& held, int portion, int first, int lane) {
     const float* a = shared + C::NORMED + (sequence() * TILES + first) * C::NORMED_PAGES * C::NORMED_PAGE;
     float acc[ROWS][2 * MATRICES][4] = {};
     typename Math::template Sums<ROWS, 2 * MATRICES> sums;
@@ -68,6 +68,17 @@ struct HeadRegisters {
       }
     }
     sums.add_to(acc);
+{% if spec.qkv_bias %}
+#pragma unroll
+    for (int j = 0; j < 2 * MATRICES; ++j) {
+      float pair[2];
+      QkvProduct<C>::load_bias(bias, (matrix(portion, j / 2) * C::HEADS + head()) * C::PADDED_HEAD_DIM + 16 * (portion / TURNS) + 8 * (j % 2) + 2 * (lane % 4), pair);
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) acc[i][j][c] += pair[c % 2];
+    }
+{% endif %}
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m)
 #pragma unroll

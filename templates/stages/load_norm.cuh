@@ -1,28 +1,40 @@
+{% set affine = "norm_weight" in spec.pre_norm_parameters %}
+{% set shifted = "norm_bias" in spec.pre_norm_parameters %}
+{% if spec.pre_norm == "layer" %}
 // Stage 1: load the block's tokens and normalise them (LayerNorm with the biased variance). NORM_LANES lanes share tokens
 // g and g+8 of a row tile and keep them in registers between the mean and the variance. Tokens past the sequence's end,
 // sequences past the last one and channels past DIM become zeros.
+{% elif spec.pre_norm == "rms" %}
+// Stage 1: load the block's tokens and divide them by their root mean square (RMSNorm). NORM_LANES lanes share tokens g and
+// g+8 of a row tile. Tokens past the sequence's end, sequences past the last one and channels past DIM become zeros.
+{% else %}
+// Stage 1: load the block's tokens as operand A. NORM_LANES lanes share tokens g and g+8 of a row tile. Tokens past the
+// sequence's end, sequences past the last one and channels past DIM become zeros.
+{% endif %}
+{% if affine %}
 template <typename C>
 struct NormWeights {  // of the channels that a lane serves, as they are in memory
   static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = ceil_div(C::PADDED_DIM, LANES * VEC);
-  Word gain[STEPS][VEC / PER_WORD] = {}, shift[STEPS][VEC / PER_WORD] = {};
+  Word gain[STEPS][VEC / PER_WORD] = {}{{ ", shift[STEPS][VEC / PER_WORD] = {}" if shifted }};
 
-  __device__ __forceinline__ NormWeights(const Element* __restrict__ weight, const Element* __restrict__ bias) {
+  __device__ __forceinline__ NormWeights(const Element* __restrict__ weight{{ ", const Element* __restrict__ bias" if shifted }}) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int channel = (step * LANES + threadIdx.x % LANES) * VEC;
       if constexpr (C::DIM % VEC == 0) {
-        if (channel < C::DIM) load_constant(gain[step], weight + channel), load_constant(shift[step], bias + channel);
+        if (channel < C::DIM) load_constant(gain[step], weight + channel){{ ", load_constant(shift[step], bias + channel)" if shifted }};
       } else {
-        load_some<true>(gain[step], weight + channel, true, channel, C::DIM), load_some<true>(shift[step], bias + channel, true, channel, C::DIM);
+        load_some<true>(gain[step], weight + channel, true, channel, C::DIM){{ ", load_some<true>(shift[step], bias + channel, true, channel, C::DIM)" if shifted }};
       }
     }
   }
 };
 
+{% endif %}
 // Tokens g and g+8 of a row tile, as far as a lane reads them; the block takes several turns where it has more tokens.
 template <typename C>
 struct TokenPair {
-  static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = NormWeights<C>::STEPS;
+  static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = {{ "NormWeights<C>::STEPS" if affine else "ceil_div(C::PADDED_DIM, LANES * VEC)" }};
   static constexpr int PAIRS = C::ROWS / 2, AT_ONCE = C::THREADS / LANES, TURNS = ceil_div(PAIRS, AT_ONCE);
   Word words[2][STEPS][VEC / PER_WORD];
 
@@ -52,7 +64,7 @@ struct TokenPair {
 
 // `tokens` holds the first turn's; each further turn's are read while the one before is normalised.
 template <typename C>
-__device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C>& tokens, const NormWeights<C>& weights, int first, int sequences, float* shared) {
+__device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C>& tokens, {{ "const NormWeights<C>& weights, " if affine }}int first, int sequences, float* shared) {
   using Pair = TokenPair<C>;
   constexpr int LANES = Pair::LANES, VEC = Pair::VEC, STEPS = Pair::STEPS;
   const int lane = threadIdx.x % LANES;
@@ -62,11 +74,14 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
     if (turn + 1 < Pair::TURNS) next.load_turn(x, turn + 1, first, sequences);
     const int row_tile = Pair::index(turn) / 8, g = Pair::index(turn) % 8;
     if (Pair::PAIRS % Pair::AT_ONCE != 0 && Pair::index(turn) >= Pair::PAIRS) break;
-    float values[2][STEPS][VEC], mean[2], inverse[2];
+    float values[2][STEPS][VEC]{{ {"layer": ", mean[2], inverse[2]", "rms": ", inverse[2]", "none": ""}[spec.pre_norm] }};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g;
+{% if spec.pre_norm != "none" %}
       const bool real = row % C::PADDED_LENGTH < C::LENGTH && (C::SEQUENCES == 1 || first + row / C::PADDED_LENGTH < sequences);
+{% endif %}
+{% if spec.pre_norm == "layer" %}
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
@@ -83,18 +98,36 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
           if ((step * LANES + lane) * VEC + i < C::DIM) squares += centred * centred;
         }
       inverse[half] = rsqrtf(group_sum<LANES>(squares) * (1.0f / C::DIM) + C::EPSILON);
+{% elif spec.pre_norm == "rms" %}
+      float squares = 0.0f;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        unpack(values[half][step], tokens.words[half][step]);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) squares = fmaf(values[half][step][i], values[half][step][i], squares);
+      }
+      inverse[half] = rsqrtf(group_sum<LANES>(squares) * (1.0f / C::DIM) + C::EPSILON);
+{% else %}
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) unpack(values[half][step], tokens.words[half][step]);
+{% endif %}
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int channel = (step * LANES + lane) * VEC;
         if constexpr (C::KEEP_X)
           if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
-        float gain[VEC], shift[VEC];
-        unpack(gain, weights.gain[step]), unpack(shift, weights.shift[step]);
+{% if affine %}
+        float gain[VEC]{{ ", shift[VEC]" if shifted }};
+        unpack(gain, weights.gain[step]){{ ", unpack(shift, weights.shift[step])" if shifted }};
+{% endif %}
+{% if spec.pre_norm != "none" %}
+{% set normed = "(values[half][step][i] - mean[half]) * inverse[half]" if spec.norm == "layer" else "values[half][step][i] * inverse[half]" %}
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float normed = fmaf((values[half][step][i] - mean[half]) * inverse[half], gain[i], shift[i]);
+          const float normed = {{ "fmaf(%s, gain[i], shift[i])" | format(normed) if shifted else normed ~ " * gain[i]" if affine else normed }};
           values[half][step][i] = real && channel + i < C::DIM ? normed : 0.0f;
         }
+{% endif %}
       }
     }
 #pragma unroll

@@ -31,6 +31,19 @@ struct QkvProduct {
     }
   }
 
+{% if spec.qkv_bias %}
+  // The bias of `column`, counted likewise, and of the next; padded ones have none.
+  static __device__ __forceinline__ void load_bias(const Element* __restrict__ bias, int column, float (&to)[2]) {
+    const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;
+    to[0] = to[1] = 0.0f;
+    if constexpr (C::HEAD_DIM % 2 == 0) {
+      if (within < C::HEAD_DIM) load_constant(to, bias + head * C::HEAD_DIM + within);
+    } else {
+      load_some<true>(to, bias + head * C::HEAD_DIM + within, true, within, C::HEAD_DIM);
+    }
+  }
+
+{% endif %}
   // FRAGMENT weights of a column of tile j of the group, from channel k on.
   struct Load {
     const Element* __restrict__ weight;
@@ -43,12 +56,17 @@ struct QkvProduct {
   };
 
   template <typename GetB>
-  static __device__ __forceinline__ void rows(float* shared, int group, int warp, int lane, GetB operand) {
+  static __device__ __forceinline__ void rows(float* shared, {{ "const Element* __restrict__ bias, " if spec.qkv_bias }}int group, int warp, int lane, GetB operand) {
     constexpr int STEPS = C::INNER / 8;
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(ROW_GROUPS, DOWN); ++turn) {
       const int row_group = warp / ACROSS + turn * DOWN, first_tile = row_group * C::QKV_ROWS;
       if (ROW_GROUPS % DOWN != 0 && row_group >= ROW_GROUPS) break;
+{% if spec.qkv_bias %}
+      float biases[C::QKV_COLUMNS][2];
+#pragma unroll
+      for (int j = 0; j < C::QKV_COLUMNS; ++j) load_bias(bias, column_tile(j, group) * 8 + 2 * (lane % 4), biases[j]);
+{% endif %}
       float acc[C::QKV_ROWS][C::QKV_COLUMNS][4] = {};
       Math::template product<C::PADDED_DIM, C::FRAGMENT, C::NORMED_PAGE>(acc, shared + C::NORMED + first_tile * C::NORMED_PAGES * C::NORMED_PAGE, lane, operand);
 #pragma unroll
@@ -58,6 +76,10 @@ struct QkvProduct {
         const int step = column_tile(j, group) - which * STEPS;
 #pragma unroll
         for (int i = 0; i < C::QKV_ROWS; ++i) {
+{% if spec.qkv_bias %}
+#pragma unroll
+          for (int c = 0; c < 4 * AT_ONCE; ++c) acc[i][j + c / 4][c % 4] += biases[j + c / 4][c % 2];
+{% endif %}
           const float(&tiles)[AT_ONCE][4] = reinterpret_cast<const float(&)[AT_ONCE][4]>(acc[i][j]);
           if (which == 0)
             Math::template store_query<STEPS>(shared + C::QUERY, first_tile + i, step, lane, tiles);
@@ -72,7 +94,7 @@ struct QkvProduct {
 
   // Weights held in registers for all rows; with the first column group's already there when PREFETCHED.
   template <bool PREFETCHED>
-  static __device__ __forceinline__ void run(float* shared, const Element* __restrict__ weight, Held& held) {
+  static __device__ __forceinline__ void run(float* shared, const Element* __restrict__ weight, {{ "const Element* __restrict__ bias, " if spec.qkv_bias }}Held& held) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
@@ -80,18 +102,18 @@ struct QkvProduct {
       if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
       if (!PREFETCHED || turn > 0) held.read(lane, Load{weight, group});
       held.pack();
-      rows(shared, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
+      rows(shared, {{ "bias, " if spec.qkv_bias }}group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
     }
   }
 
   // Weights read from global memory (and the caches) at each use.
-  static __device__ __forceinline__ void run_streaming(float* shared, const Element* __restrict__ weight) {
+  static __device__ __forceinline__ void run_streaming(float* shared, const Element* __restrict__ weight{{ ", const Element* __restrict__ bias" if spec.qkv_bias }}) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
       const int group = warp % ACROSS + turn * ACROSS;
       if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
-      rows(shared, group, warp, lane, [&](int j, int step) { return Math::pack(Math::template read<C::FRAGMENT>(j, step, lane, Load{weight, group})); });
+      rows(shared, {{ "bias, " if spec.qkv_bias }}group, warp, lane, [&](int j, int step) { return Math::pack(Math::template read<C::FRAGMENT>(j, step, lane, Load{weight, group})); });
     }
   }
 };

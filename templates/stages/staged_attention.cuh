@@ -13,7 +13,7 @@ struct StreamedAttention {
   static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROW_TILE = C::ROW_TILE, ROWS = S::ROWS, THREADS = 32 * S::WARPS;
   static constexpr int KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE), GROUPS = ceil_div(C::TILES, S::WARPS * ROWS);
   static constexpr int SUMS = S::SUMS_BY_PRODUCT ? 4 : 2;  // a lane's, of its two rows
-  static constexpr bool RESIDENT = S::STAGES == 1;
+  static constexpr bool RESIDENT = S::STAGES == 1, EVEN = C::TILES % (S::WARPS * ROWS) == 0;  // EVEN: every warp has all of its row tiles
   static constexpr int COPIED_TILES = (RESIDENT ? KEY_STEPS : 1) * (S::KEY_TILE / 16), COPIES = RESIDENT ? 1 : KEY_STEPS;  // row tiles at once
   using Query = typename S::template Query<STEPS>;
   using Weights = typename Products::template Weights<ROWS, KEYS>;
@@ -91,7 +91,7 @@ struct StreamedAttention {
     for (int copy = 0; copy < (RESIDENT ? 1 : S::STAGES - 1); ++copy) start_copies(shared, key + base, value + base, copy);
     Query queries[ROWS];
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) queries[row].take(query + base + min(tile + row, C::TILES - 1) * ROW_TILE, lane);
+    for (int row = 0; row < ROWS; ++row) queries[row].take(query + base + (EVEN ? tile + row : min(tile + row, C::TILES - 1)) * ROW_TILE, lane);
     if constexpr (RESIDENT) {
       wait_for_copies<0>();
       __syncthreads();  // all keys and values are there for all
@@ -108,7 +108,7 @@ struct StreamedAttention {
         __syncthreads();  // the step's keys and values are there for all, and the buffer of the step before is free
         start_copies(shared, key + base, value + base, step + S::STAGES - 1);
       }
-      if (tile < C::TILES) {
+      if (EVEN || tile < C::TILES) {
         Weights weights;
         float added[ROWS][2];
         bool outside = false;  // whether the references have been found not to serve
@@ -141,7 +141,7 @@ struct StreamedAttention {
     }
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      if (tile + row >= C::TILES) return;
+      if (!EVEN && tile + row >= C::TILES) return;
       const float upper = __fdividef(1.0f, row_sum(sum[row], 0)), lower = __fdividef(1.0f, row_sum(sum[row], 1));
       float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile + row) * (C::HEADS * ROW_TILE);
 #pragma unroll

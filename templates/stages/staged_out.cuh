@@ -1,7 +1,8 @@
-// Kernel 3: output product, bias and residual, written to the grid by stride.
+{% set added = ["bias"] * spec.out_bias + ["residual"] * spec.residual %}
+// Kernel 3: output product{{ ", " ~ added | join(" and ") if added }}, written to the grid by stride.
 template <typename C>
-__device__ __forceinline__ void output(const float* attended, const Element* x, Element* y, const Element* __restrict__ out_weight,
-                                       const Element* __restrict__ out_bias, int row_tiles, float* shared) {
+__device__ __forceinline__ void output(const float* attended, {{ "const Element* x, " if spec.residual }}Element* y, const Element* __restrict__ out_weight,
+                                       {{ "const Element* __restrict__ out_bias, " if spec.out_bias }}int row_tiles, float* shared) {
   using P = typename C::Out;
   constexpr int PAGES = C::HEADS * C::ROW_TILE / 128, TILE_PAGES = P::PAGES;
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
@@ -21,6 +22,6 @@ __device__ __forceinline__ void output(const float* attended, const Element* x, 
       [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
 #pragma unroll
         for (int i = 0; i < P::WARP_ROW_TILES; ++i)
-          add_residual<C, P::WARP_COLUMN_TILES>(x, y, out_bias, first_tile + row_tile + i, row_tiles, column, lane, acc[i]);
+          {{ "add_residual" if spec.residual else "store_output" }}<C, P::WARP_COLUMN_TILES>({{ "x, " if spec.residual }}y, {{ "out_bias, " if spec.out_bias }}first_tile + row_tile + i, row_tiles, column, lane, acc[i]);
       });
 }

@@ -1,8 +1,9 @@
-// Kernel 1: LayerNorm and the QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
+{% set norms = spec.pre_norm_parameters %}
+// Kernel 1: {{ {"layer": "LayerNorm and the", "rms": "RMSNorm and the", "none": "the"}[spec.pre_norm] }} QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
 // [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece.
 template <typename C>
-__device__ __forceinline__ void qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
-                                    const Element* __restrict__ qkv_weight, float* query, float* key, float* value, int row_tiles, float* shared) {
+__device__ __forceinline__ void qkv({{ (["const Element* x"] + norms | declared) | join(", ") }},
+                                    {{ spec.parameters_of("qkv") | declared | join(", ") }}, float* query, float* key, float* value, int row_tiles, float* shared) {
   using P = typename C::Qkv;
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
   constexpr int VEC = NORM_VEC<C>;
@@ -10,7 +11,7 @@ __device__ __forceinline__ void qkv(const Element* x, const Element* __restrict_
       shared, shared + P::BUFFERS, qkv_weight, part, [](int) {},
       [&]() {
         // Operand A as fragments in the order [tile of the sum][row tile][page].
-        normalise_rows<C, 1>(x, norm_weight, norm_bias, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
+        normalise_rows<C, 1>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
           float* to = shared + channel / P::SUM_TILE * P::A_TILE;
 #pragma unroll
           for (int i = 0; i < VEC; i += 2)
@@ -23,7 +24,7 @@ __device__ __forceinline__ void qkv(const Element* x, const Element* __restrict_
         for (int i = 0; i < P::WARP_ROW_TILES; ++i) {
           const int tile = first_tile + row_tile + i;
           if (tile >= row_tiles) break;
-          store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, tile, column / 8, lane, acc[i]);
+          store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, {{ "qkv_bias, " if spec.qkv_bias }}tile, column / 8, lane, acc[i]);
         }
       });
 }

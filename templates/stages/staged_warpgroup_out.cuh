@@ -1,7 +1,8 @@
-// Kernel 3: output product, bias and residual, written to the grid by stride. The attention's result comes as fragments of 16 rows and 16
+{% set added = ["bias"] * spec.out_bias + ["residual"] * spec.residual %}
+// Kernel 3: output product{{ ", " ~ added | join(" and ") if added }}, written to the grid by stride. The attention's result comes as fragments of 16 rows and 16
 // indices, whose words go to their rows.
 template <typename C>
-__device__ __forceinline__ void warpgroup_output(const float* attended, const Element* x, Element* y, const float* packed, const Element* __restrict__ out_bias, int row_tiles,
+__device__ __forceinline__ void warpgroup_output(const float* attended, {{ "const Element* x, " if spec.residual }}Element* y, const float* packed, {{ "const Element* __restrict__ out_bias, " if spec.out_bias }}int row_tiles,
                                                  float* shared) {
   using P = typename C::Out;
   using Product = WarpgroupProduct<P>;
@@ -22,6 +23,6 @@ __device__ __forceinline__ void warpgroup_output(const float* attended, const El
         }
       },
       [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
-        add_residual<C, P::WARP_COLUMN_TILES>(x, y, out_bias, first_tile + row_tile, row_tiles, column, lane, acc);
+        {{ "add_residual" if spec.residual else "store_output" }}<C, P::WARP_COLUMN_TILES>({{ "x, " if spec.residual }}y, {{ "out_bias, " if spec.out_bias }}first_tile + row_tile, row_tiles, column, lane, acc);
       });
 }

@@ -1,7 +1,8 @@
-// Kernel 1: LayerNorm and the QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
+{% set norms = spec.pre_norm_parameters %}
+// Kernel 1: {{ {"layer": "LayerNorm and the", "rms": "RMSNorm and the", "none": "the"}[spec.pre_norm] }} QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
 // [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece.
 template <typename C>
-__device__ __forceinline__ void warpgroup_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const float* packed,
+__device__ __forceinline__ void warpgroup_qkv({{ (["const Element* x"] + norms | declared + ["const float* packed"] + spec.parameters_of("qkv")[1:] | declared) | join(", ") }},
                                               float* query, float* key, float* value, int row_tiles, float* shared) {
   using P = typename C::Qkv;
   using Product = WarpgroupProduct<P>;
@@ -10,13 +11,13 @@ __device__ __forceinline__ void warpgroup_qkv(const Element* x, const Element* _
   Product::run(
       shared, packed, part,
       [&](float* a) {
-        normalise_rows<C, P::NORM_PAIRS>(x, norm_weight, norm_bias, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
+        normalise_rows<C, P::NORM_PAIRS>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
           Product::store_row(a, 16 * row_tile + g, channel, upper);
           Product::store_row(a, 16 * row_tile + 8 + g, channel, lower);
         });
       },
       [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
         const int tile = first_tile + row_tile;
-        if (tile < row_tiles) store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, tile, column / 8, lane, acc);
+        if (tile < row_tiles) store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, {{ "qkv_bias, " if spec.qkv_bias }}tile, column / 8, lane, acc);
       });
 }

@@ -1,0 +1,176 @@
+"""Kernels of the block's variants, in both families and every arithmetic: right on the emulator, and planted faults are caught."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from codegen.families import FAMILIES, plan_of
+from codegen.render import Source, render
+from codegen.spec import BlockSpec
+from codegen.staged import default as staged_default
+from codegen.target import target
+from tuner.compile import compile_source
+from tuner.emulator import EmulationError, Emulator
+from tuner.space import allowed_maths, space
+from tuner.verify import Checker
+from variants import GENERATED, drawn
+
+TARGET = target("sm_90")
+TOLERANCE = 1e-5
+# Ragged in every way: heads of 12 channels, 19 and 5 tokens; two axes, so that the second reads what the first wrote.
+SHAPE = {"dim": 24, "heads": 2, "height": 5, "width": 19, "batch": 1}
+MATHS = [(dtype, math) for dtype in ("float32", "bfloat16", "float16") for math in allowed_maths(1e-5, dtype)]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("variants")
+
+
+def source_of(spec: BlockSpec, family: str, math: str | None = None, **changes: Any) -> Source:
+    """The default configuration with `changes`, which has to be legal."""
+    configs = {}
+    for axis in spec.axes:
+        start = FAMILIES[family].default(spec.problem(axis), TARGET, math or FAMILIES[family].maths[spec.dtype][0])
+        assert start is not None, f"no default for {spec}"
+        configs[axis] = dataclasses.replace(start, **changes)
+        assert not (reasons := plan_of(spec.problem(axis), configs[axis]).reasons(TARGET)), reasons
+    return render(spec, configs)
+
+
+def right(source: Source, cache: Path, order: str = "forward") -> bool:
+    """Whether a source holds what every candidate on a GPU is held to."""
+    emulator = Emulator(source, cache, run_limit=60)
+    return Checker(source.spec, seed=1, quick=True)(lambda x, weights: emulator.run(x, weights, order=order)).ok
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("variant", GENERATED)
+def test_a_variant_agrees_with_float64(variant: str, family: str, cache: Path) -> None:
+    """Each in two of the arithmetics, which take turns; all of them are the slow test's."""
+    index = list(GENERATED).index(variant) + 2 * list(FAMILIES).index(family)
+    for dtype, math in (MATHS[index % len(MATHS)], MATHS[(index + 3) % len(MATHS)]):
+        source = source_of(BlockSpec(**{**SHAPE, **GENERATED[variant], "dtype": dtype}), family, math)
+        assert right(source, cache, ("forward", "reverse")[index % 2]), (dtype, math)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "math"), MATHS)
+@pytest.mark.parametrize("variant", GENERATED)
+def test_a_variant_agrees_with_float64_in_every_arithmetic(variant: str, dtype: str, math: str, family: str, cache: Path) -> None:
+    assert right(source_of(BlockSpec(**{**SHAPE, **GENERATED[variant], "dtype": dtype}), family, math), cache, "reverse")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_configurations_of_random_variants_agree_with_float64(seed: int, family: str, cache: Path) -> None:
+    draw = random.Random(seed)
+    dim, heads = draw.choice(((24, 2), (33, 3), (20, 1), (40, 5), (18, 3), (7, 7)))
+    dtype = draw.choice(("float32", "float32", "bfloat16", "float16"))
+    axes = draw.choice((("row",), ("col",), ("row", "col")))
+    spec = BlockSpec(dim, heads, draw.choice((1, 3, 17)), draw.choice((2, 16, 33)), 2, dtype, axes, **drawn(draw))
+    configs = {axis: space(spec.problem(axis), TARGET, family=family).random(draw) for axis in spec.axes}
+    assert right(render(spec, configs), cache, draw.choice(("forward", "reverse", "random:5"))), (spec, configs)
+
+
+@pytest.mark.parametrize("variant", ["everything", "qkv bias", "post-norm", "no output bias"])
+@pytest.mark.parametrize("math", ["fp16x3", "bf16"])
+def test_variants_in_registers_in_rounds_and_by_warpgroups(variant: str, math: str, cache: Path) -> None:
+    """What the searches may choose beside the defaults: heads in registers or not, rounds of sequences, products by wgmma."""
+    fields = {**SHAPE, "axes": ("row",), "dtype": "float32" if math == "fp16x3" else "bfloat16", **GENERATED[variant]}
+    for changes in ({"heads": "shared"}, {"heads": "registers"}, {"heads": "registers", "rounds": 2}):
+        spec = BlockSpec(**fields)
+        here = space(spec.problem("row"), TARGET, fixed={"math": math, **changes})
+        assert right(render(spec, {"row": here.start}), cache), changes
+    spec = BlockSpec(**{**fields, "dim": 72, "heads": 3})
+    config = staged_default(spec.problem("row"), TARGET, math, "wgmma")
+    assert config is not None
+    assert right(render(spec, {"row": config}), cache)
+
+
+@pytest.mark.parametrize("families", [("sequence", "staged"), ("staged", "sequence")])
+def test_families_can_be_mixed(families: tuple[str, str], cache: Path) -> None:
+    spec = BlockSpec(**{**SHAPE, **GENERATED["everything"], "residual": True})
+    configs = {axis: FAMILIES[name].default(spec.problem(axis), TARGET, "fp16x3") for axis, name in zip(spec.axes, families, strict=True)}
+    assert right(render(spec, configs), cache)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_variant_that_is_off_leaves_no_trace(family: str) -> None:
+    text = source_of(BlockSpec(**SHAPE), family).text
+    for word in (
+        "qkv_bias",
+        "load_bias",
+        "RMSNorm",
+        "normalise_token",
+        "store_output",
+        "HEADS * C::HEAD_DIM",
+        "HEADS * HEAD_DIM",
+        "_norm(",
+    ):
+        assert word not in text, word
+    assert ("channels.cuh" not in text) and text.count("load_channels(float") == (family == "staged")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "arch"),
+    [("sequence", "float32", "sm_80"), ("staged", "float32", "sm_100"), ("sequence", "bfloat16", "sm_90"), ("staged", "float16", "sm_90")],
+)
+def test_variants_compile_without_spills(family: str, dtype: str, arch: str) -> None:
+    spec = BlockSpec(axes=("col",), **{"dtype": dtype, **GENERATED["everything"], "residual": True})
+    config = FAMILIES[family].default(spec.problem("col"), target(arch), FAMILIES[family].maths[dtype][0])
+    assert config is not None
+    compiled = compile_source(render(spec, {"col": config}), target(arch))
+    assert not any(used.local_bytes for used in compiled.resources.values()), compiled.resources
+
+
+# name -> family ("" both), what is unusual about the block, pattern, replacement; every match is replaced
+MUTANTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "qkv bias missing": ("sequence", {"qkv_bias": True}, r"acc\S* \+= (biases\[[^;]*|pair\[c % 2\]);", ";"),
+    "qkv bias missing (staged)": ("staged", {"qkv_bias": True}, r" \+ bias\[c % 2\]", ""),
+    "qkv bias of the neighbouring channel": ("", {"qkv_bias": True}, r"(biases\[j \+ c / 4\]|pair|bias)\[c % 2\]", r"\1[1 - c % 2]"),
+    "qkv bias of k and v is q's": ("sequence", {"qkv_bias": True}, r"bias \+ head \* C::HEAD_DIM", "bias + head % C::HEADS * C::HEAD_DIM"),
+    "qkv bias of k and v is q's (staged)": ("staged", {"qkv_bias": True}, r"\(which \* C::HEADS \+ within / STEPS\)", "(within / STEPS)"),
+    "qkv bias by padded heads": ("sequence", {"qkv_bias": True}, r"bias \+ head \* C::HEAD_DIM", "bias + head * C::PADDED_HEAD_DIM"),
+    "an output bias that is off": ("", {"out_bias": False}, r"(acc\[[^;]*?\]\[2 \* half( \+ c % 2)?\])", r"0.125f + \1"),
+    "no residual": ("", {"qkv_bias": True}, r" \+ kept\[[01]\]|load_channels<C::DIM>\(sums\[half\]\[run\], x .*(?=;)", ""),
+    "RMSNorm without its root": ("", {"norm": "rms"}, r"rsqrtf\((.*)\);", r"1.0f / (\1);"),
+    "RMSNorm of the sum, not the mean": ("", {"norm": "rms"}, r" \* \(1\.0f / C::DIM\) \+ C::EPSILON", " + C::EPSILON"),
+    "RMSNorm without eps": ("", {"norm": "rms"}, r"\+ C::EPSILON", "+ 1.0e-30f"),
+    "RMSNorm without its weight": ("", {"norm": "rms"}, r" \* gain\[i\]", ""),
+    "tokens changed although there is no norm": (
+        "sequence", {"norm": "none"}, r"(unpack\(values\[half\]\[step\], .*\);)", r"{ \1 values[half][step][0] *= 1.5f; }",
+    ),
+    "post-norm skipped": ("", {"post_norm": True}, r"\n +(if \(token < tokens\) )?normalise_token<.*;", ""),
+    "post-norm without eps": ("", {"post_norm": True}, r"\+ C::EPSILON", "+ 1.0e-30f"),
+    "post-norm without its bias": ("", {"post_norm": True}, r"gain\[i\], shift\[i\]\)", "gain[i], 0.0f)"),
+    "post-norm before all channels are there": ("sequence", {"post_norm": True}, r"__syncthreads\(\);  // y has", "// y has"),
+    "post-norm leaves out the last token": ("", {"post_norm": True}, r"(index < \w+::SEQUENCES \* \w+::LENGTH|token < tokens)", r"\1 - 1"),
+    "scale of dim / heads": ("", {"head_dim": 20}, r"(EXPONENT_SCALE = [\d.e+-]+f)", r"\1 * 1.29099445f"),
+    "output weights in rows of dim": (
+        "", {"head_dim": 20}, r"column \* (\(C::HEADS \* C::HEAD_DIM\)|\(HEADS \* HEAD_DIM\)|INNER)", "column * 24",
+    ),
+    "a head too few": ("", {"head_dim": 7}, r"HEADS = 2, HEAD_DIM", "HEADS = 1, HEAD_DIM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
+    only, fields, pattern, replacement = MUTANTS[fault]
+    for family in FAMILIES if not only else (only,):
+        source = source_of(BlockSpec(**{**SHAPE, "axes": ("row",), **fields}), family)
+        text, count = re.subn(pattern, replacement, source.text)
+        assert count and text != source.text, f"the source no longer has {pattern!r}: write this mutant anew"
+        try:
+            found = not right(dataclasses.replace(source, text=text), cache)
+        except EmulationError as error:
+            assert error.report.kind != "compile", f"the mutant does not compile, so it shows nothing: {error}"
+            found = True
+        assert found, (fault, family)
