@@ -17,16 +17,17 @@ def main(
 
     from codegen.module import load_module, read_module
     from codegen.reference import random_input, random_weights
+    from codegen.terms import random_terms
 
     spec = read_module(file).spec
     dtype = getattr(torch, spec.dtype)
     generator = torch.Generator("cuda").manual_seed(0)
     model = load_module(file).ModelNew(spec.dim, spec.heads, spec.height, spec.width).to("cuda", dtype)
     model.load_state_dict(random_weights(spec, generator))
-    x = random_input(spec, generator).to(dtype)
+    inputs = [random_input(spec, generator).to(dtype), *random_terms(spec, generator).values()]
     with torch.no_grad():
         for _ in range(calls):
-            model(x)
+            model(*inputs)
     torch.cuda.synchronize()
 
 

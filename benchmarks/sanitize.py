@@ -67,11 +67,13 @@ def run(path: Path) -> None:
     import torch
 
     from codegen.reference import random_input, random_weights
+    from codegen.terms import random_terms
     from tuner.launch import Loaded
 
     for source, cubin in pickle.loads(path.read_bytes()):
         generator = torch.Generator().manual_seed(0)
-        weights = {name: t.cuda() for name, t in random_weights(source.spec, generator).items()}
+        weights = random_weights(source.spec, generator) | random_terms(source.spec, generator)
+        weights = {name: t.cuda() for name, t in weights.items()}
         x = random_input(source.spec, generator).cuda()
         y = torch.empty_like(x)
         loaded = Loaded(source, cubin)

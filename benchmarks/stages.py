@@ -61,11 +61,12 @@ def cycles(source: Source, warps: int, stamps: int, to: Target) -> list[float]:
     from cuda.bindings import driver
 
     from codegen.reference import random_input, random_weights
+    from codegen.terms import random_terms
     from tuner.launch import Loaded
 
     spec = source.spec
     generator = torch.Generator(device="cuda").manual_seed(0)
-    x, weights = random_input(spec, generator), random_weights(spec, generator)
+    x, weights = random_input(spec, generator), random_weights(spec, generator) | random_terms(spec, generator)
     loaded = Loaded(source, compile_source(source, to).cubin)
     forward = loaded.bind(x, weights, torch.empty_like(x))
     for _ in range(20):

@@ -29,9 +29,10 @@ from codegen.kernelbench import violations
 from codegen.library import FORMS, KERNELS, LibraryConfig
 from codegen.provenance import Provenance
 from codegen.reference import parameter_shapes
-from codegen.render import WEIGHTS, Kernel, Source, environment
+from codegen.render import TERMS, WEIGHTS, Kernel, Source, environment
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target, target
+from codegen.terms import split_terms, term_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +95,7 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         calls=[_call(kernel, spec) for kernel in source.kernels],
         parameters=[f"{axis}_{part}" for axis in spec.axes for part in spec.parameters],
         sizes={part: (*parameter_shapes(spec)[f"{spec.axes[0]}_{part.replace('_', '.')}"], 0)[:2] for part in spec.parameters},
+        terms=term_shapes(spec, 0),
         most=max(max(kernel.count(spec, 1), kernel.blocks(spec, 1)) for kernel in source.kernels if not kernel.fixed),
     )
     for name, text in (("CUDA source", source.text), ("launch code", launch)):
@@ -112,6 +114,8 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         configs={axis: _wrapped(", ".join(f"{k} {v}" for k, v in configs[axis].to_dict().items())) for axis in spec.axes},
         figures="\n".join(_wrapped(line, "") for line in provenance.lines()).replace("\\", "/").replace('"', "'"),
         spec_literal=_literal(spec.to_dict()),
+        terms=list(term_shapes(spec, 0)),
+        terms_literal=_literal(tuple(term_shapes(spec, 0))),
         parameters_literal=_literal(spec.parameters),
         variants={name: _literal(value) for name, value in spec.variants.items()},
         arch_literal=_literal(target.arch),
@@ -192,7 +196,7 @@ def read_module(path: Path | str) -> Emitted:
         if tuple(dict.fromkeys(kernel.axis for kernel in kernels)) != spec.axes:
             raise SpecError(f"its kernels are not those of the axes {list(spec.axes)}")
         for kernel in kernels:
-            if unknown := set(kernel.arguments) - {"x", "y", *WEIGHTS, *dict(scratch), *dict(packed)}:
+            if unknown := set(kernel.arguments) - {"x", "y", *WEIGHTS, *TERMS, *dict(scratch), *dict(packed)}:
                 raise SpecError(f"kernel {kernel.name}: {unknown.pop()!r} is no argument")
         if not isinstance(found["CUDA_SOURCE"], str):
             raise SpecError("its CUDA_SOURCE is no text")
@@ -224,7 +228,9 @@ def load_module(path: Path | str) -> ModuleType:
 
 
 def module_runner(path: Path | str, device: str = "cuda") -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """The module at `path` as a function of an input and weights (both anywhere), computed on `device`; the output is on the CPU."""
+    """The module at `path` as a function of an input and weights (both anywhere), computed on `device`; the output is on the CPU.
+
+    weights: also the mask and biases of the logits, where the block has them."""
     import torch
 
     from codegen.reference import torch_dtype
@@ -234,9 +240,10 @@ def module_runner(path: Path | str, device: str = "cuda") -> Callable[[Tensor, M
     model = load_module(path).ModelNew(spec.dim, spec.heads, spec.height, spec.width).to(device, torch_dtype(spec)).eval()
 
     def run(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        model.load_state_dict(weights, strict=True)
+        parameters, terms = split_terms(spec, weights)
+        model.load_state_dict(parameters, strict=True)
         with torch.no_grad():
-            return model(x.to(device)).cpu()
+            return model(x.to(device), *(term.to(device) for term in terms)).cpu()
 
     return run
 
@@ -293,6 +300,8 @@ def _anatomy(spec: BlockSpec) -> str:
     more = [f"heads of {spec.head_dim} channels"] if "head_dim" in spec.variants else []
     more += ["a bias in the QKV product"] if spec.qkv_bias else []
     more += [] if spec.out_bias else ["none in the output product"]
+    more += ["a mask of the keys as an input"] if spec.key_mask else []
+    more += ["a bias of the logits as an input for each axis"] if spec.logit_bias else []
     return "; ".join([text, ", ".join(more)] if more else [text])
 
 
@@ -313,6 +322,8 @@ def _call(kernel: Kernel, spec: BlockSpec) -> str:
         tensor = kernel.tensor(spec, argument)
         if argument in WEIGHTS:
             return f"data({kernel.axis}_{argument})"
+        if argument in TERMS:
+            return f"bytes({tensor})" if argument == "key_mask" else f"data({tensor})"
         return {"x": "data(x)", "y": "out"}.get(tensor, tensor)
 
     return ", ".join([*map(expression, kernel.arguments), kernel.items])

@@ -2,7 +2,8 @@
 
 One axis computes x + out(softmax(q k^T / sqrt(head_dim)) v) with q, k, v = qkv(norm(x)), along the rows (width) or the columns
 (height) of a (batch, height, width, dim) grid; a block runs its axes one after another. With post_norm it is norm(x + out(...)), with
-q, k, v = qkv(x); without residual, x + is left out. norm is LayerNorm, RMSNorm or nothing (see BlockSpec).
+q, k, v = qkv(x); without residual, x + is left out. norm is LayerNorm, RMSNorm or nothing (see BlockSpec). Blocks with a key mask or a
+logit bias take these as further inputs, and their logits are those of codegen/terms.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from codegen import terms
 from codegen.spec import AXES, DEFAULT_EPS, BlockSpec
 
 SCORE_LIMIT = 1 << 25  # elements of the score matrix that the reference holds at once
@@ -70,7 +72,8 @@ class Branch:
     """What one axis computes beside the residual, stage by stage, for sequences of L tokens.
 
     normed (what is multiplied: x itself with post_norm), output: (sequences, L, dim); weighted: (sequences, L, inner), the heads side by
-    side; q, k, v: (sequences, heads, L, head_dim), q unscaled; scores (scaled), probabilities: (sequences, heads, L, L).
+    side; q, k, v: (sequences, heads, L, head_dim), q unscaled; scores (scaled, with their bias and mask), probabilities: (sequences,
+    heads, L, L).
     """
 
     normed: Tensor
@@ -92,14 +95,18 @@ def normalise(spec: BlockSpec, axis: str, tokens: Tensor, weights: Mapping[str, 
 
 
 def branch(spec: BlockSpec, axis: str, sequences: Tensor, weights: Mapping[str, Tensor]) -> Branch:
-    """The stages of `axis` for `sequences` (any number, L, dim), in the dtype of its arguments; all scores are held."""
+    """The stages of `axis` for `sequences` (any number, L, dim), in the dtype of its arguments; all scores are held.
+
+    weights: also the bias of the axis where the block has one, and its keys that are not masked (see terms.with_keys).
+    """
     normed = sequences if spec.post_norm else normalise(spec, axis, sequences, weights)
     number, length, _ = sequences.shape
     packed = F.linear(normed, weights[f"{axis}_qkv.weight"], weights.get(f"{axis}_qkv.bias"))
     packed = packed.view(number, length, 3, spec.heads, spec.head_dim)
     q, k, v = (part.transpose(1, 2) for part in packed.unbind(2))
-    scores = (q @ k.transpose(-1, -2)) / math.sqrt(spec.head_dim)
-    probabilities = torch.softmax(scores, dim=-1)
+    allowed, bias = weights.get(f"{axis}_keys"), weights.get(f"{axis}_bias")
+    scores = terms.logits((q @ k.transpose(-1, -2)) / math.sqrt(spec.head_dim), allowed, bias)
+    probabilities = torch.softmax(scores, dim=-1) if allowed is None and bias is None else terms.softmax(scores)
     weighted = (probabilities @ v).transpose(1, 2).reshape(number, length, spec.inner)
     output = F.linear(weighted, weights[f"{axis}_out.weight"], weights.get(f"{axis}_out.bias"))
     return Branch(normed, q, k, v, scores, probabilities, weighted, output)
@@ -130,16 +137,22 @@ def to_grid(axis: str, sequences: Tensor, shape: torch.Size) -> Tensor:
 def reference(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
     """The block's output for x (batch, height, width, dim), computed and returned in `dtype` on x's device.
 
+    weights: the parameters, and the terms of the block's logits (term_shapes) under their names.
     Sequences are taken a few at a time, so that the score matrices stay below SCORE_LIMIT elements where one fits.
     In float32 the result is subject to torch's own matmul precision settings; in float64 it is not. In 16-bit types this is what
     PyTorch's own form of the block gives.
     """
-    cast = {name: weights[name].detach().to(device=x.device, dtype=dtype) for name in parameter_shapes(spec)}
+    biases = [name for name in terms.term_shapes(spec, 0) if name != "key_mask"]
+    cast = {name: weights[name].detach().to(device=x.device, dtype=dtype) for name in (*parameter_shapes(spec), *biases)}
     grid = x.detach().to(dtype)
     for axis in spec.axes:
         sequences = to_sequences(axis, grid)
         step = max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))
-        parts = [result(spec, axis, part, cast) for part in sequences.split(step)] if sequences.numel() else [sequences]
+        split = sequences.split(step)
+        each = [cast] * len(split)
+        if spec.key_mask:
+            each = [{**cast, f"{axis}_keys": keys} for keys in terms.lines_of(axis, weights["key_mask"].to(x.device)).split(step)]
+        parts = [result(spec, axis, *part) for part in zip(split, each, strict=True)] if sequences.numel() else [sequences]
         grid = to_grid(axis, torch.cat(parts), x.shape)
     return grid
 
@@ -179,27 +192,32 @@ class Model(nn.Module):
         """The model of a specification, without dropout."""
         return cls(spec.dim, spec.heads, spec.height, spec.width, **{"axes": spec.axes, **spec.variants})
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention for q, k, v of (sequences, heads, L, head_dim)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Attention for q, k, v of (sequences, heads, L, head_dim); allowed and bias as in terms.logits."""
         scores = (q @ k.transpose(-1, -2)) / math.sqrt(self.spec.head_dim)
-        return self.dropout(F.softmax(scores, dim=-1)) @ v
+        if allowed is None and bias is None:
+            return self.dropout(F.softmax(scores, dim=-1)) @ v
+        return self.dropout(terms.softmax(terms.logits(scores, allowed, bias))) @ v
 
-    def branch(self, axis: str, sequences: Tensor) -> Tensor:
+    def branch(self, axis: str, sequences: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Everything of one axis but the residual and a norm behind it, for sequences of (number, L, dim)."""
         norm, qkv, out = (getattr(self, f"{axis}_{part}") for part in ("norm", "qkv", "out"))
         number, length, _ = sequences.shape
         packed = qkv(sequences if self.spec.post_norm else norm(sequences)).view(number, length, 3, self.spec.heads, self.spec.head_dim)
         q, k, v = (part.transpose(1, 2) for part in packed.unbind(2))
-        return out(self.attend(q, k, v).transpose(1, 2).reshape(number, length, self.spec.inner))
+        return out(self.attend(q, k, v, allowed, bias).transpose(1, 2).reshape(number, length, self.spec.inner))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, height, width, dim) of the parameters' dtype; any batch, height and width."""
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        """x: (batch, height, width, dim) of the parameters' dtype; any batch, height and width. given: what terms.term_shapes lists for
+        the block, in that order: key_mask, row_bias, col_bias."""
         batch, height, width, dim = x.shape
+        named = dict(zip(terms.term_shapes(self.spec, batch), given, strict=True))
         for axis in self.spec.axes:
+            own = terms.terms_of(axis, named)
             if axis == "row":
-                added = self.branch(axis, x.reshape(batch * height, width, dim)).reshape(batch, height, width, dim)
+                added = self.branch(axis, x.reshape(batch * height, width, dim), *own).reshape(batch, height, width, dim)
             else:
-                columns = self.branch(axis, x.permute(0, 2, 1, 3).reshape(batch * width, height, dim))
+                columns = self.branch(axis, x.permute(0, 2, 1, 3).reshape(batch * width, height, dim), *own)
                 added = columns.reshape(batch, width, height, dim).permute(0, 2, 1, 3)
             x = x + added if self.spec.residual else added
             if self.spec.post_norm:
@@ -210,5 +228,7 @@ class Model(nn.Module):
 class ModelSDPA(Model):
     """The same block through scaled_dot_product_attention: what a careful PyTorch user writes."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p if self.training else 0.0)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None) -> Tensor:
+        mask, none = terms.fused_mask(allowed, bias)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout.p if self.training else 0.0)
+        return attended if none is None else attended.masked_fill(none, 0.0)

@@ -26,6 +26,8 @@ WEIGHTS = ("norm_weight", "norm_bias", "qkv_weight", "qkv_bias", "out_weight", "
 """A kernel's names for the parameters of its axis: `norm_weight` of a row kernel is the block's row_norm.weight. A block has those of
 its `parameters`."""
 USUAL_WEIGHTS = BlockSpec().parameters
+TERMS = ("key_mask", "logit_bias")
+"""A kernel's names for what changes its logits, of which a block has its `terms`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Kernel:
     """How one kernel of a source is launched, and with what.
 
     arguments: the tensors it takes, in order: "x" (what its axis reads: the block's input, or y where an earlier axis has
-        written), "y" (the block's output), one of WEIGHTS, or one of the source's scratch buffers. All start on 16 bytes and are
+        written), "y" (the block's output), one of WEIGHTS or TERMS, or one of the source's scratch buffers. All start on 16 bytes and are
         contiguous; x and y are (batch, height, width, dim). The last argument is an int, the number of items.
     items: what that number counts, "sequences" (batch * lines), "row_tiles" (16 tokens of a sequence, its last ones fewer), "tokens"
         (batch * height * width), or "chunks", of which there are `fixed` whatever the batch.
@@ -66,9 +68,12 @@ class Kernel:
         return -(-self.count(spec, batch) // self.items_per_block) * self.blocks_per_group
 
     def tensor(self, spec: BlockSpec, argument: str) -> str:
-        """What `argument` is in the whole block: "x", "y", a scratch buffer's name, or a parameter's, e.g. row_norm.weight."""
+        """What `argument` is in the whole block: "x", "y", a scratch buffer's name, an input's, e.g. row_bias, or a parameter's,
+        e.g. row_norm.weight."""
         if argument == "x" and self.axis != spec.axes[0]:
             return "y"
+        if argument == "logit_bias":
+            return f"{self.axis}_bias"
         return f"{self.axis}_{argument.replace('_', '.')}" if argument in WEIGHTS else argument
 
 
@@ -108,7 +113,9 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters["declared"] = lambda names: [f"const Element* __restrict__ {name}" for name in names]
+    made.filters["declared"] = lambda names: [
+        f"const {'unsigned char' if name == 'key_mask' else 'Element'}* __restrict__ {name}" for name in names
+    ]
     made.globals["verbatim"] = verbatim
     made.globals["stage"] = stage
     return made
@@ -163,7 +170,7 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
         shared_bytes=plan.shared_bytes,
         items_per_block=plan.config.sequences * plan.config.rounds,
         dependent_launch=plan.config.dependent_launch and follows,
-        arguments=("x", "y", *plan.problem.block.parameters),
+        arguments=("x", "y", *plan.problem.block.parameters, *plan.problem.block.terms),
     )
 
 
@@ -186,7 +193,7 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
         kernels.append(Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, pack, "chunks", fixed=chunks))
     kernels += [
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
-        kernel("attention", "sequences", 1, block.heads * plan.attention.groups, (query, key, value, attended)),
+        kernel("attention", "sequences", 1, block.heads * plan.attention.groups, (query, key, value, attended, *block.terms)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
     ]
     if block.post_norm:

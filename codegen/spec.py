@@ -27,7 +27,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "logit_bias": ("logitbias", "--logit-bias"),
 }
 """Field of BlockSpec in which a block may differ from the usual one -> how a file's name and a command line state it."""
-NOT_GENERATED = ("key_mask", "logit_bias")
+NOT_GENERATED: tuple[str, ...] = ()
 """The variants that no kernel family computes yet."""
 
 
@@ -54,7 +54,8 @@ class BlockSpec:
     norm:   "layer" (nn.LayerNorm), "rms" (nn.RMSNorm) or "none"; norm_affine: whether it has parameters.
     post_norm: x is normalised after the residual was added, not before the QKV product.
     qkv_bias, out_bias: whether the products have biases. residual: whether x is added to the branch.
-    key_mask: which tokens may be attended to is an input; logit_bias: what is added to the scores is a parameter.
+    key_mask, logit_bias: whether forward takes a mask of the tokens that may be attended to, and a bias of the logits for each axis
+        (see codegen/terms.py).
 
     Raises SpecError with the reason when the numbers do not describe a block.
     """
@@ -148,6 +149,11 @@ class BlockSpec:
     def pre_norm_parameters(self) -> tuple[str, ...]:
         """The parameters of `pre_norm`."""
         return () if self.post_norm else self.parameters_of("norm")
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """What changes the logits beside queries and keys, as kernels name it: `logit_bias` of a row kernel is the input row_bias."""
+        return tuple(term for term in ("key_mask", "logit_bias") if getattr(self, term))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; of the variants only those that are not as usual, so that old files and new ones agree."""

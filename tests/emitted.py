@@ -17,6 +17,7 @@ from codegen.render import Source, render
 from codegen.sequence import default
 from codegen.spec import BlockSpec
 from codegen.target import Target, target
+from codegen.terms import random_terms
 
 SPEC = BlockSpec(dim=16, heads=2, height=5, width=7, batch=2)
 SEED = BlockSpec()
@@ -84,6 +85,12 @@ def pair(module: ModuleType, spec: BlockSpec = SPEC, *, dropout: float = 0.0, de
 
 def images(spec: BlockSpec = SPEC, batch: int | None = None, *, seed: int = 1, scale: float = 1.0, device: str = "cpu") -> torch.Tensor:
     return random_input(spec, torch.Generator().manual_seed(seed), scale=scale, batch=batch).to(device)
+
+
+def given(spec: BlockSpec, batch: int | None = None, *, seed: int = 1) -> list[torch.Tensor]:
+    """What forward takes: images, and the mask and biases that the block has."""
+    x = images(spec, batch, seed=seed)
+    return [x, *random_terms(spec, torch.Generator().manual_seed(seed), x.shape[0]).values()]
 
 
 def truth(spec: BlockSpec, model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from codegen.reference import random_input, random_weights, reference
 from codegen.render import Source
+from codegen.terms import random_terms
 from tuner.emulator import Emulator
 
 
@@ -16,6 +17,7 @@ def error_of(source: Source, cache: Path, scale: float = 1.0, order: str = "forw
     generator = torch.Generator().manual_seed(11)
     weights = random_weights(source.spec, generator)
     x = random_input(source.spec, generator, scale=scale, batch=batch)
+    weights |= random_terms(source.spec, generator, x.shape[0])
     y = Emulator(source, cache, run_limit=60).run(x, weights, order=order)
     expected = reference(source.spec, x, weights)
     if not y.isfinite().all():

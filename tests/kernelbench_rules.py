@@ -47,8 +47,9 @@ def largest_excess(
     worst = float("-inf")
     for trial in range(trials):
         torch.manual_seed(trial)
-        x = torch.randn(spec.batch, spec.height, spec.width, spec.dim).to(device, dtype)
-        expected, got = (model(x).detach() for model in models)
+        inputs = [t.to(device, dtype if t.is_floating_point() else t.dtype) for t in names["get_inputs"]()]
+        assert inputs[0].shape == (spec.batch, spec.height, spec.width, spec.dim)
+        expected, got = (model(*inputs).detach() for model in models)
         assert got.shape == expected.shape and got.dtype == expected.dtype
         worst = max(worst, float(((got - expected).abs() - tolerance - tolerance * expected.abs()).max()))
     return worst

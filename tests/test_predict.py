@@ -10,10 +10,12 @@ import pytest
 
 from codegen.sequence import MATHS, SequencePlan
 from codegen.spec import BlockSpec, SpecError
+from codegen.staged import StagedPlan
 from codegen.target import target
 from tuner.predict import STARTING, Calibration, Sample, calibration, fit, origin_of, predict, quality, regret, samples, spearman
 from tuner.records import Machine, Record, Records
 from tuner.space import space
+from tuner.staged_work import staged_parts
 from tuner.trial import Candidate, Outcome, Resources, Timing
 from tuner.work import NAMES, Parts, blocks_per_sm, parts
 
@@ -222,3 +224,19 @@ def test_a_broken_calibration_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_calibration_survives_saving(tmp_path: Path) -> None:
     calibration().save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == calibration()
+
+
+@pytest.mark.parametrize("family", ["sequence", "staged"])
+def test_masks_and_biases_cost_instructions_and_the_bytes_of_the_bias(family: str) -> None:
+    found = {}
+    for flags in ((), ("key_mask",), ("logit_bias",)):
+        spec = BlockSpec(batch=64, **dict.fromkeys(flags, True))
+        problem = spec.problem("row")
+        config = space(problem, H200, family=family).start
+        if family == "sequence":
+            found[flags] = parts(SequencePlan(problem, config), resources(), H200)
+        else:
+            found[flags] = staged_parts(StagedPlan(problem, config), dict.fromkeys(("qkv", "attention", "out"), resources()), H200)
+    plain, masked, biased = found.values()
+    assert masked.issue > plain.issue and biased.issue > plain.issue
+    assert biased.weights > 1.05 * plain.weights and masked.weights < 1.05 * plain.weights

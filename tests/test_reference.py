@@ -12,6 +12,7 @@ from torch import Tensor
 
 from codegen import reference as ref
 from codegen.spec import AXES, BlockSpec
+from codegen.terms import random_terms
 from variants import EACH
 
 SPECS = st.builds(
@@ -60,8 +61,13 @@ def by_loops(spec: BlockSpec, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
             heads = []
             for head in range(spec.heads):
                 s = slice(head * spec.head_dim, (head + 1) * spec.head_dim)
-                powers = torch.exp(q[:, s] @ k[:, s].T / math.sqrt(spec.head_dim))
-                heads.append(powers @ v[:, s] / powers.sum(1, keepdim=True))
+                scores = q[:, s] @ k[:, s].T / math.sqrt(spec.head_dim)
+                powers = torch.exp(scores + weights[f"{axis}_bias"][head].double() if spec.logit_bias else scores)
+                if spec.key_mask:
+                    mask = weights["key_mask"]
+                    powers = powers * (mask[b, i] if axis == "row" else mask[b, :, i])
+                total = powers.sum(1, keepdim=True)
+                heads.append(torch.where(total > 0, powers @ v[:, s] / total, 0.0))
             line = torch.cat(heads, 1) @ out.T + out_bias + (line if spec.residual else 0.0)
             line = norm(line) if spec.post_norm else line
             if axis == "row":
@@ -76,7 +82,7 @@ def by_loops(spec: BlockSpec, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
 @given(SPECS, st.integers(0, 1000))
 def test_reference_equals_the_definition(spec: BlockSpec, seed: int) -> None:
     g = generator(seed)
-    weights, x = ref.random_weights(spec, g), ref.random_input(spec, g)
+    weights, x = ref.random_weights(spec, g) | random_terms(spec, g), ref.random_input(spec, g)
     torch.testing.assert_close(ref.reference(spec, x, weights), by_loops(spec, x, weights), rtol=1e-11, atol=1e-11)
 
 
@@ -86,10 +92,11 @@ def test_reference_equals_the_definition(spec: BlockSpec, seed: int) -> None:
 def test_pytorch_forms_equal_the_reference(form: type[ref.Model], axes: tuple[str, ...], variant: str) -> None:
     spec = BlockSpec(12, 3, 5, 7, 2, axes=axes, **{"eps": 1e-3, **EACH.get(variant, {})} if variant != "no norm" else EACH[variant])
     g = generator()
-    weights, x = ref.random_weights(spec, g), ref.random_input(spec, g)
+    weights, x, terms = ref.random_weights(spec, g), ref.random_input(spec, g), random_terms(spec, g)
     model = form.from_spec(spec).double()
     model.load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=True)
-    torch.testing.assert_close(model(x.double()), ref.reference(spec, x, weights), rtol=1e-11, atol=1e-11)
+    given = (t if t.dtype == torch.bool else t.double() for t in terms.values())
+    torch.testing.assert_close(model(x.double(), *given), ref.reference(spec, x, weights | terms), rtol=1e-11, atol=1e-11)
 
 
 def test_parameters_are_drawn_in_order_with_the_usual_names() -> None:

@@ -23,6 +23,9 @@ EACH: dict[str, dict[str, Any]] = {  # what is unusual about a block -> its fiel
     "post-RMSNorm": {"post_norm": True, "norm": "rms"},
     "post-norm without residual": {"post_norm": True, "residual": False, "norm_affine": False},
     "eps": {"eps": 1e-3},
+    "key mask": {"key_mask": True},
+    "logit bias": {"logit_bias": True},
+    "key mask and logit bias": {"key_mask": True, "logit_bias": True},
     "everything": {"head_dim": 12, "qkv_bias": True, "out_bias": False, "residual": False, "norm": "rms", "post_norm": True, "eps": 1e-4},
 }
 GENERATED = {name: fields for name, fields in EACH.items() if not set(fields) & set(NOT_GENERATED)}
@@ -30,7 +33,7 @@ GENERATED = {name: fields for name, fields in EACH.items() if not set(fields) & 
 
 def drawn(draw: random.Random) -> dict[str, Any]:
     """The fields of a random variant, contradictions left out; about half of them as usual."""
-    fields: dict[str, Any] = {name: True for name in ("qkv_bias", "post_norm") if draw.random() < 0.4}
+    fields: dict[str, Any] = {name: True for name in ("qkv_bias", "post_norm", "key_mask", "logit_bias") if draw.random() < 0.4}
     fields |= {name: False for name in ("out_bias", "residual", "norm_affine") if draw.random() < 0.3}
     fields["norm"] = draw.choice(NORMS)
     if draw.random() < 0.5:

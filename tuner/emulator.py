@@ -24,6 +24,7 @@ from torch import Tensor
 from codegen.reference import parameter_shapes, torch_dtype
 from codegen.render import Kernel, Source
 from codegen.spec import SpecError
+from codegen.terms import term_dtype, term_shapes
 from tuner.emulator_build import CompileError, build, line_of
 
 ORDERS = ("forward", "reverse")
@@ -120,6 +121,8 @@ class Emulator:
 
     def run(self, x: Tensor, weights: Mapping[str, Tensor], *, order: str = "forward", check_races: bool = True) -> Tensor:
         """The block's output for x (B, H, W, D) and the weights, all of the spec's dtype on the CPU; elements never written are NaN.
+
+        weights: also the mask and biases of the logits, where the block has them (codegen/terms.py).
 
         order: "forward", "reverse" or "random:SEED", in which ready threads run. B may differ from the spec's batch.
         Raises EmulationError on the first fault, SpecError for tensors that do not fit the spec.
@@ -233,13 +236,15 @@ def _regions(source: Source, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[
     if x.dtype != dtype or x.ndim != 4 or tuple(x.shape[1:]) != (spec.height, spec.width, spec.dim):
         raise SpecError(f"x must be {spec.dtype} (batch, {spec.height}, {spec.width}, {spec.dim}), not {x.dtype} {tuple(x.shape)}")
     regions, tensors = [_Region("x", tuple(x.shape), False, spec.itemsize)], [x]
-    for name, shape in parameter_shapes(spec).items():
+    needed = {name: (shape, dtype) for name, shape in parameter_shapes(spec).items()}
+    needed |= {name: (shape, term_dtype(spec, name)) for name, shape in term_shapes(spec, x.shape[0]).items()}
+    for name, (shape, wanted) in needed.items():
         tensor = weights.get(name)
         if tensor is None:
             raise SpecError(f"weight {name} is missing")
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise SpecError(f"weight {name} must be {spec.dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-        regions.append(_Region(name, shape, False, spec.itemsize))
+        if tensor.dtype != wanted or tuple(tensor.shape) != shape:
+            raise SpecError(f"weight {name} must be {str(wanted).removeprefix('torch.')} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+        regions.append(_Region(name, shape, False, wanted.itemsize))
         tensors.append(tensor)
     regions.append(_Region("y", tuple(x.shape), True, spec.itemsize))
     regions += (_Region(name, (x.shape[0], elements), True, spec.itemsize) for name, elements in source.scratch)

@@ -20,6 +20,7 @@ from torch import Tensor
 from codegen.library import KERNELS
 from codegen.reference import random_input, random_weights, torch_dtype
 from codegen.spec import BlockSpec
+from codegen.terms import random_terms, split_terms
 from tuner import gpu
 from tuner.launch import LaunchError, Loaded, MemoryFault
 from tuner.measure import FINAL, Forward, measure, measure_interleaved, wall
@@ -138,9 +139,10 @@ class GpuWorker:
             model = module.ModelNew(spec.dim, spec.heads, spec.height, spec.width).to("cuda", torch_dtype(spec))
 
             def run(x: Tensor, weights: Mapping[str, Tensor], grad: bool = False) -> Tensor:
-                model.load_state_dict(dict(weights))
+                parameters, terms = split_terms(spec, weights)
+                model.load_state_dict(parameters)
                 with nullcontext() if grad else torch.no_grad():
-                    return model(x.cuda()).detach().to(x.device)
+                    return model(x.cuda(), *(term.cuda() for term in terms)).detach().to(x.device)
 
             inputs = self.inputs(spec)
             run(inputs.x[0], inputs.weights)
@@ -154,16 +156,18 @@ class GpuWorker:
                 check = self.verify(spec, partial(run, grad=True))
             if not check.ok:
                 return Answer("wrong", check.cause, _error(check), warnings=_messages(caught), seconds=seconds)
-            model.load_state_dict(inputs.weights)
-            timing = measure([no_grad_forward(model, x) for x in inputs.x], FINAL, self._state)
-            timing = dataclasses.replace(timing, wall=wall(no_grad_forward(model, inputs.x[0])))
-            wall_grad = wall(partial(model, inputs.x[0]))
+            parameters, terms = split_terms(spec, inputs.weights)
+            model.load_state_dict(parameters)
+            timing = measure([no_grad_forward(model, x, *terms) for x in inputs.x], FINAL, self._state)
+            timing = dataclasses.replace(timing, wall=wall(no_grad_forward(model, inputs.x[0], *terms)))
+            wall_grad = wall(partial(model, inputs.x[0], *terms))
         return Answer(error=_error(check), timings=(timing,), wall_grad=wall_grad, warnings=_messages(caught), seconds=seconds)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What measurements run on: several random inputs x, as many outputs y, one set of weights with nothing trivial in it."""
+    """What measurements run on: several random inputs x, as many outputs y, one set of weights with nothing trivial in it, and the
+    terms of the logits among them where the block has any."""
 
     x: tuple[Tensor, ...]
     y: tuple[Tensor, ...]
@@ -173,7 +177,7 @@ class Inputs:
     def random(cls, spec: BlockSpec, seed: int) -> Inputs:
         generator = torch.Generator("cuda").manual_seed(seed)
         x = tuple(random_input(spec, generator) for _ in range(_SETS))
-        return cls(x, tuple(torch.empty_like(one) for one in x), random_weights(spec, generator))
+        return cls(x, tuple(torch.empty_like(one) for one in x), random_weights(spec, generator) | random_terms(spec, generator))
 
     def bound(self, loaded: Loaded) -> list[Forward]:
         return [loaded.bind(x, self.weights, y) for x, y in zip(self.x, self.y, strict=True)]
@@ -189,12 +193,12 @@ def poison() -> Exception | None:
     return None
 
 
-def no_grad_forward(model: Callable[[Tensor], Tensor], x: Tensor) -> Forward:
+def no_grad_forward(model: Callable[..., Tensor], *inputs: Tensor) -> Forward:
     """An inference call of `model`."""
 
     def forward() -> object:
         with torch.no_grad():
-            return model(x)
+            return model(*inputs)
 
     return forward
 
@@ -206,7 +210,8 @@ def _error(check: Check) -> float:
 def _fingerprint(checker: Checker) -> int:
     """A sum over the bits of all inputs, weights and references."""
     tensors = [t for case in checker.cases for t in (case.x, case.expected, *case.weights.values())]
-    return sum(int(t.view(torch.int32 if t.element_size() % 4 == 0 else torch.int16).sum(dtype=torch.int64)) for t in tensors)
+    words = {1: torch.uint8, 2: torch.int16}
+    return sum(int(t.view(words.get(t.element_size(), torch.int32)).sum(dtype=torch.int64)) for t in tensors)
 
 
 def _line(error: BaseException) -> str:

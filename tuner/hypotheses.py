@@ -17,8 +17,10 @@ from torch import Tensor
 
 from codegen.reference import branch, normalise, random_input, random_weights, result, to_grid, to_sequences
 from codegen.spec import DEFAULT_EPS, BlockSpec
+from codegen.terms import random_terms, with_keys
 from tuner.faults import QKV_FAULTS, SCORE_WEIGHTS, SOFTMAX_FAULTS
 from tuner.probes import PRECISIONS, ROUNDING, Diagnosis, Runner
+from tuner.term_faults import BIAS_FAULTS, KEY_FAULTS
 
 Axis = Callable[[BlockSpec, str, Tensor, Mapping[str, Tensor]], Tensor]
 """(block, axis, sequences, weights) -> what the axis makes of them, as codegen.reference.result has it."""
@@ -35,12 +37,12 @@ _NORMS = {"layer": "LayerNorm", "rms": "RMSNorm", "none": "no norm"}
 def explained(spec: BlockSpec, runner: Runner, seed: int = 0, device: torch.device | str = "cpu") -> Diagnosis | None:
     """The fault that explains one run of the block on random tokens and weights; None when it is right, or none does."""
     generator = torch.Generator(device).manual_seed(seed)
-    weights = random_weights(spec, generator)
+    weights = random_weights(spec, generator) | random_terms(spec, generator, min(spec.batch, 2))
     x = random_input(spec, generator, batch=min(spec.batch, 2))
     small = torch.arange(x[..., 0].numel(), device=x.device).view(*x.shape[:3], 1) % 3 == 0
     x = torch.where(small, SMALL * x, x).to(x.dtype)
     y = runner(x.clone(), weights).to(x.device).double()
-    cast = {name: value.double() for name, value in weights.items()}
+    cast = {name: value.double() if value.is_floating_point() else value for name, value in weights.items()}
 
     def error(faulty: Mapping[str, Axis]) -> float:
         return _distance(spec, x.double(), y, _computed(spec, x.double(), cast, faulty), ROUNDING[x.dtype])
@@ -74,6 +76,7 @@ def faults(spec: BlockSpec) -> Iterator[tuple[str, str, Axis]]:
             yield "QKV product", f"qkv bias missing from {which}", _with("qkv.bias", lambda bias, i=index: _without(bias, i))
         yield "QKV product", "q's bias is added to v", _with("qkv.bias", lambda bias: bias.chunk(3)[0].repeat(3))
     yield "output product", "missing: the branch adds nothing but the bias", _with("out.weight", torch.zeros_like)
+    yield from _of_the_terms(spec)
     yield from _of_the_attention(spec)
 
 
@@ -106,6 +109,14 @@ def _of_the_norm(spec: BlockSpec) -> Iterator[tuple[str, str, Axis]]:
         yield stage, "bias missing", _with("norm.bias", torch.zeros_like)
 
 
+def _of_the_terms(spec: BlockSpec) -> Iterator[tuple[str, str, Axis]]:
+    """The key mask and the logit bias."""
+    for detail, keys in KEY_FAULTS.items() if spec.key_mask else ():
+        yield "scores", detail, _with("keys", keys)
+    for detail, bias in BIAS_FAULTS.items() if spec.logit_bias else ():
+        yield "scores", detail, _with("bias", lambda b, change=bias: change(b, spec.head_dim))
+
+
 def _of_the_attention(spec: BlockSpec) -> Iterator[tuple[str, str, Axis]]:
     """The scale of the scores, the order of q, k and v, and softmax."""
     d = spec.head_dim
@@ -132,7 +143,7 @@ def _computed(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], faulty:
     grid = x
     for axis in spec.axes:
         computes = faulty.get(axis, result)
-        grid = to_grid(axis, computes(spec, axis, to_sequences(axis, grid), weights), x.shape)
+        grid = to_grid(axis, computes(spec, axis, to_sequences(axis, grid), with_keys(axis, weights)), x.shape)
     return grid
 
 
@@ -151,7 +162,7 @@ def _as_if(**fields: Any) -> Axis:
 
 
 def _with(part: str, change: Callable[..., Tensor]) -> Axis:
-    """The axis with one of its parameters changed."""
+    """The axis with one of its parameters changed, or its bias or keys."""
 
     def computes(spec: BlockSpec, axis: str, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         name = f"{axis}_{part}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from codegen.reference import parameter_shapes, torch_dtype
 from codegen.render import Source
+from codegen.terms import term_dtype, term_shapes
 
 _GUARD = 2048  # elements between two tensors of an arena: at least 4 KB, and a multiple of every alignment a kernel may ask for
 _STATIC_SHARED = 48 * 1024
@@ -73,12 +74,14 @@ class Loaded:
         of its kernels alone.
 
         All of the block's element type, contiguous, on the GPU: x and y (batch, height, width, dim), weights by the block's
-        parameter names, scratch buffers by theirs (allocated here if None).
+        parameter names, scratch buffers by theirs (allocated here if None). With the weights come the terms of the block's logits, if it
+        has any: see codegen/terms.py.
         """
-        tensors = [x, y, *(weights[name] for name in parameter_shapes(self.spec))]
         dtype = torch_dtype(self.spec)
-        if not all(t.is_cuda and t.is_contiguous() and t.dtype == dtype for t in tensors):
-            raise ValueError(f"x, y and weights must be contiguous {self.spec.dtype} CUDA tensors")
+        tensors = [(t, dtype) for t in (x, y, *(weights[name] for name in parameter_shapes(self.spec)))]
+        tensors += [(weights[name], term_dtype(self.spec, name)) for name in term_shapes(self.spec, x.shape[0])]
+        if not all(t.is_cuda and t.is_contiguous() and t.dtype == wanted for t, wanted in tensors):
+            raise ValueError(f"x, y and weights must be contiguous {self.spec.dtype} CUDA tensors, and a key mask of bool")
         if scratch is None:
             scratch = {name: torch.empty(n, device=x.device, dtype=dtype) for name, n in self._buffers(x.shape[0]).items()}
         named = {"x": x, "y": y, **weights, **scratch}
@@ -114,14 +117,18 @@ class Loaded:
     def __call__(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """One forward in an arena of NaN: what is not written stays NaN, what is read outside a tensor is NaN, and a write
         outside y is found."""
-        used = {"x": x, **{name: weights[name] for name in parameter_shapes(self.spec)}}
+        terms = term_shapes(self.spec, x.shape[0])
+        used = {"x": x, **{name: weights[name] for name in (*parameter_shapes(self.spec), *terms)}}
         shapes = {name: tuple(t.shape) for name, t in used.items()} | {"y": tuple(x.shape)}
         shapes |= {name: (elements,) for name, elements in self._buffers(x.shape[0]).items()}
-        sizes = {name: -(-math.prod(shape) // _GUARD) * _GUARD + _GUARD for name, shape in shapes.items()}
+        sizes = {name: -(-math.prod(shape) // _GUARD) * _GUARD + _GUARD for name, shape in shapes.items()}  # a mask's is larger than needed
         arena = torch.full((_GUARD + sum(sizes.values()),), float("nan"), device="cuda", dtype=torch_dtype(self.spec))
         offset, views = _GUARD, {}
         for name, shape in shapes.items():
-            views[name] = arena[offset : offset + math.prod(shape)].view(shape)
+            place = arena[offset : offset + sizes[name] - _GUARD]
+            if name in terms:
+                place = place.view(term_dtype(self.spec, name))
+            views[name] = place[: math.prod(shape)].view(shape)
             offset += sizes[name]
         for name, tensor in used.items():
             views[name].copy_(tensor)

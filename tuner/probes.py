@@ -15,6 +15,7 @@ from torch import Tensor
 
 from codegen.reference import parameter_shapes, reference, to_sequences
 from codegen.spec import BlockSpec
+from codegen.terms import term_shapes
 
 STAGES = ("LayerNorm", "QKV product", "scores", "softmax", "weighted sum", "output product", "output bias", "residual")
 ROUNDING = {  # of storing the sum of x and a branch once per axis, relative to both; in float32 with room to spare
@@ -115,7 +116,7 @@ class Probe:
         return to_sequences(self.axis, self.x.double())
 
     def would_add(self, eps: float | None = None, **changes: Tensor) -> Tensor:
-        """What the reference would add with another eps or other weights, named as in Bench.observe but for q, k and v,
+        """What the reference would add with another eps or other weights or terms, named as in Bench.observe but for q, k and v,
         which are given together as qkv (3 dim, dim)."""
         weights = {**self.weights, **{name_of(self.axis, part): value for part, value in changes.items()}}
         spec = self.spec if eps is None else replace(self.spec, eps=eps)
@@ -156,9 +157,19 @@ class Probe:
 
 
 def name_of(axis: str, part: str) -> str:
-    """The reference's parameter name of gain, beta, qkv, out or bias."""
+    """The reference's name of gain, beta, qkv, out or bias, a parameter, or of key_mask or logit_bias, a term."""
+    if part in ("key_mask", "logit_bias"):
+        return part if part == "key_mask" else f"{axis}_bias"
     names = {"gain": "norm.weight", "beta": "norm.bias", "qkv": "qkv.weight", "out": "out.weight", "bias": "out.bias"}
     return f"{axis}_{names[part]}"
+
+
+def quiet_terms(spec: BlockSpec, batch: int, device: torch.device | str) -> dict[str, Tensor]:
+    """Terms that change no logits, for the blocks that have any."""
+    terms: dict[str, Tensor] = {}
+    for name, shape in term_shapes(spec, batch).items():
+        terms[name] = torch.ones(shape, dtype=torch.bool, device=device) if name == "key_mask" else torch.zeros(shape, device=device)
+    return terms
 
 
 def spread(tokens: Tensor) -> Tensor:
@@ -184,8 +195,8 @@ class Bench:
         self.shape = (min(spec.batch, 2), spec.height, spec.width, spec.dim)
 
     def stored(self, values: Tensor) -> Tensor:
-        """The values rounded to the block's element type."""
-        return values.to(self.precision.dtype)
+        """The values rounded to the block's element type; a mask as it is."""
+        return values if values.dtype == torch.bool else values.to(self.precision.dtype)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device)
@@ -212,9 +223,10 @@ class Bench:
 
     def quiet(self, axis: str) -> dict[str, Tensor]:
         """Weights with which `axis` adds nothing, even where LayerNorm or softmax are wrong."""
-        shapes = parameter_shapes(replace(self.spec, axes=(axis,)))
-        gain = name_of(axis, "gain")
-        return {name: (torch.ones if name == gain else torch.zeros)(shape, device=self.device) for name, shape in shapes.items()}
+        one = replace(self.spec, axes=(axis,))
+        shapes, gain = parameter_shapes(one), name_of(axis, "gain")
+        weights = {name: (torch.ones if name == gain else torch.zeros)(shape, device=self.device) for name, shape in shapes.items()}
+        return weights | quiet_terms(one, self.shape[0], self.device)
 
     def run(self, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         """y - x in float64, with quiet weights where none are given."""
@@ -238,11 +250,14 @@ class Bench:
         v: Tensor | None = None,
         out: Tensor | None = None,
         bias: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        logit_bias: Tensor | None = None,
     ) -> Probe:
-        """Runs the block with these weights for `axis` (a gain of 1 and zeros where none are given) and all other axes quiet. What the
-        block has no parameter for is left out."""
+        """Runs the block with these weights for `axis` (a gain of 1 and zeros where none are given), these terms of its logits (no key
+        masked and zeros) and all other axes quiet. What the block does not have is left out."""
         weights = self.quiet(axis)
-        for part, value in (("gain", gain), ("beta", beta), ("out", out), ("bias", bias)):
+        given = {"gain": gain, "beta": beta, "out": out, "bias": bias, "key_mask": key_mask, "logit_bias": logit_bias}
+        for part, value in given.items():
             if value is not None and name_of(axis, part) in weights:
                 weights[name_of(axis, part)] = value
         for index, value in enumerate((q, k, v)):

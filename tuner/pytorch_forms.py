@@ -27,14 +27,16 @@ class FormWorker:
         import torch
 
         from codegen.reference import Model, ModelSDPA, torch_dtype
+        from codegen.terms import split_terms
         from tuner.gpu_worker import Inputs, no_grad_forward
 
         torch.set_float32_matmul_precision("highest")  # the precision that a kernel is held to
         inputs = Inputs.random(spec, seed)
         model = (ModelSDPA if "SDPA" in name else Model).from_spec(spec).to("cuda", torch_dtype(spec)).eval()
-        model.load_state_dict(inputs.weights)
+        parameters, terms = split_terms(spec, inputs.weights)
+        model.load_state_dict(parameters)
         called = torch.compile(model, dynamic=False) if "compile" in name else model
-        self._forwards = [no_grad_forward(called, x) for x in inputs.x]
+        self._forwards = [no_grad_forward(called, x, *terms) for x in inputs.x]
         self._uuid = uuid
 
     def __call__(self, request: str) -> Timing | None:

@@ -15,7 +15,7 @@ from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import WarpgroupProduct
 from tuner.trial import Resources
-from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts, token_norm
+from tuner.work import L2_BYTES_PER_CYCLE, L2_CYCLES, MATHS, NAMES, SCHEDULERS, TILE_FLOP, Parts, term_bytes, term_instructions, token_norm
 
 SPECIAL_CYCLES = 8  # of a scheduler's special-function unit for an instruction of a warp: 16 results a cycle and multiprocessor
 
@@ -145,9 +145,11 @@ def _attention(plan: StagedPlan) -> _Block:
     instructions = steps * max(
         shared + rows * (queries + keys * each) + 18 + (0 if resident else 30), SPECIAL_CYCLES * rows * keys * exponentials
     )
+    instructions += steps * rows * term_instructions(plan.problem, keys)
     instructions += plan.tiles * copies * (2 if resident else 3) + 60 + rows * head * 12
     tiles = c.attn_warps * steps * rows * keys * (2 * head + (1 if c.attn_sums == "product" else 0))
-    bytes_read = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps * rows)
+    bytes_read: float = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps * rows)
     wavefronts = 4 * c.attn_warps * steps * keys * head * plan.row_tile / (16 * plan.padded_head_dim) + 2 * bytes_read / 128
     blocks = plan.problem.sequences * plan.problem.block.heads * plan.attention.groups
+    bytes_read += c.attn_warps * rows * 16 * term_bytes(plan.problem)
     return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + (0 if resident else 0.1) * steps), 0.0)

@@ -1,7 +1,7 @@
 """Finding the stage that disagrees with the reference.
 
 The weights of a black box are set so that one stage more than before can be seen at the output, beginning at the back:
-residual, output bias, output product, weighted sum, QKV product, LayerNorm, scores and softmax. The first probe that fails
+residual, output bias, output product, weighted sum, QKV product, LayerNorm, mask and bias, scores and softmax. The first probe that fails
 accuses its stage, unless the observation equals what a known fault (tuner/faults.py) would give, which then is named. Of
 several faults in one axis the one nearest to the output is found.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 from codegen.reference import reference, to_grid, to_sequences
 from codegen.spec import BlockSpec
 from tuner.faults import NORM_FAULTS, QKV_FAULTS, SCORE_WEIGHTS, Attention, qkv_fault, residual_faults
-from tuner.probes import Bench, Diagnosis, Probe, Runner, largest, name_of, spread
+from tuner.probes import Bench, Diagnosis, Probe, Runner, largest, name_of, quiet_terms, spread
+from tuner.term_faults import known_term_fault, terms
 
 SATURATED = 60.0  # a score this far ahead of all others leaves them no weight that float32 could show
 STEEP = 600.0  # the largest score of the saturating probe
@@ -35,7 +36,7 @@ def first_disagreement(spec: BlockSpec, runner: Runner, seed: int = 0, device: t
     if found is not None:
         return found
     for axis in spec.axes:
-        for step in (output_bias, output_product, equal_tokens, qkv_product, layer_norm, weighted_sum, attention):
+        for step in (output_bias, known_term_fault, output_product, equal_tokens, qkv_product, layer_norm, weighted_sum, terms, attention):
             found = step(bench, axis)
             if found is not None:
                 return found
@@ -271,6 +272,7 @@ def _along_other_axis(probe: Probe) -> Tensor:
     other = "col" if probe.axis == "row" else "row"
     spec = replace(probe.spec, axes=(other,))
     weights = {f"{other}{name.removeprefix(probe.axis)}": value for name, value in probe.weights.items()}
+    weights |= quiet_terms(spec, probe.x.shape[0], probe.x.device)
     return reference(spec, probe.x, weights) - probe.x.double()
 
 

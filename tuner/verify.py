@@ -18,6 +18,7 @@ from torch import Tensor
 
 from codegen.reference import SCORE_LIMIT, Branch, branch, random_input, random_weights, reference, to_sequences, torch_dtype
 from codegen.spec import BlockSpec
+from codegen.terms import random_terms, split_terms, with_keys
 from tuner.hypotheses import explained
 from tuner.probes import ROUNDING, Diagnosis, Runner, largest
 from tuner.stages import first_disagreement, probed
@@ -62,12 +63,16 @@ class Case:
 
     def shuffled(self, generator: torch.Generator) -> Case:
         """The same case with images, rows and columns in another order: attention along an axis does not depend on the
-        order of its tokens, so a fresh input costs no new reference."""
-        x, expected = self.x, self.expected
-        for dimension in range(3):
+        order of its tokens, so a fresh input costs no new reference. Mask and biases follow."""
+        x, expected, weights = self.x, self.expected, dict(self.weights)
+        for dimension, axis in enumerate(("", "col", "row")):
             order = torch.randperm(x.shape[dimension], generator=generator).to(x.device)
             x, expected = x.index_select(dimension, order), expected.index_select(dimension, order)
-        return replace(self, x=x, expected=expected)
+            if "key_mask" in weights:
+                weights["key_mask"] = weights["key_mask"].index_select(dimension, order)
+            if (bias := weights.get(f"{axis}_bias")) is not None:
+                weights[f"{axis}_bias"] = bias.index_select(1, order).index_select(2, order)
+        return replace(self, x=x, expected=expected, weights=weights)
 
 
 class Checker:
@@ -141,17 +146,17 @@ def rms(values: Tensor) -> float:
 
 
 def _cases(spec: BlockSpec, generator: torch.Generator, batch: int, quick: bool) -> Iterator[Case]:
-    weights = random_weights(spec, generator)
+    weights = random_weights(spec, generator) | random_terms(spec, generator, batch)
     yield _case("unit scale", spec, random_input(spec, generator, batch=batch), weights)
 
     other = 2 if batch == 1 and 2 * spec.height * spec.width * spec.dim <= SCORE_LIMIT else 1
-    weights = random_weights(spec, generator)
+    weights = random_weights(spec, generator) | random_terms(spec, generator, other)
     yield _case(f"tokens of scale 0.001 to 100, batch {other}", spec, _mixed(spec, generator, other), weights)
     if quick:
         return
     for axis in spec.axes:
         x = _mixed(spec, generator, 1)
-        alone = _alone(spec, axis, random_weights(spec, generator))
+        alone = _alone(spec, axis, random_weights(spec, generator) | random_terms(spec, generator, 1))
         if len(spec.axes) > 1 and spec.residual:
             yield _case(f"{axis} branch alone", spec, x, alone)
         condition = 1.0 if spec.pre_norm == "none" else LARGE_SCORE / WELL_CONDITIONED  # there it is found from the scores
@@ -178,11 +183,12 @@ def _condition(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor]) -> flo
     tokens are not normalised."""
     if spec.pre_norm == "layer" and spec.residual:
         return _cancellation(spec, x)  # further axes see x and more
-    worst, cast, grid = 1.0, {name: tensor.double() for name, tensor in weights.items()}, x.double()
+    cast = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    worst, grid = 1.0, x.double()
     for axis in spec.axes:
         tokens, stages = _some(spec, axis, grid, cast)
         if spec.pre_norm == "none":
-            worst = max(worst, float(stages.scores.abs().max()) / WELL_CONDITIONED)
+            worst = max(worst, float(stages.scores.nan_to_num(neginf=0.0).abs().max()) / WELL_CONDITIONED)
         if spec.norm == "layer":
             summed = stages.output + tokens if spec.residual else stages.output
             worst = max(worst, _cancellation(spec, summed if spec.post_norm else tokens))
@@ -191,10 +197,11 @@ def _condition(spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor]) -> flo
 
 
 def _some(spec: BlockSpec, axis: str, grid: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Branch]:
-    """As many sequences of a grid as the score matrix has room for, and the stages of `axis` for them."""
+    """As many sequences of a grid as the score matrix has room for, and the stages of `axis` for them, with the terms among the weights."""
     sequences = to_sequences(axis, grid)
-    few = sequences[: max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))].double()
-    return few, branch(spec, axis, few, weights)
+    most = max(1, SCORE_LIMIT // (spec.heads * sequences.shape[1] ** 2))
+    few, own = sequences[:most].double(), with_keys(axis, weights)
+    return few, branch(spec, axis, few, {name: value[:most] if name.endswith("_keys") else value for name, value in own.items()})
 
 
 def _cancellation(spec: BlockSpec, x: Tensor) -> float:
@@ -227,7 +234,7 @@ def _sharpened(spec: BlockSpec, axis: str, x: Tensor, weights: dict[str, Tensor]
     """The weights with the queries of `axis` scaled, so that its largest score is about LARGE_SCORE, and positive."""
     before = spec.axes[: spec.axes.index(axis)]
     grid = reference(replace(spec, axes=before), x, weights) if before else x
-    scores = _some(spec, axis, grid, {name: tensor.double() for name, tensor in weights.items()})[1].scores
+    scores = _some(spec, axis, grid, {name: tensor.double() for name, tensor in split_terms(spec, weights)[0].items()})[1].scores
     sharpened = {name: weights[name].clone() for name in (f"{axis}_qkv.weight", f"{axis}_qkv.bias") if name in weights}
     for tensor in sharpened.values():
         tensor[: spec.inner] *= LARGE_SCORE / largest(scores)

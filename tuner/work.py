@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from codegen.sequence import SequencePlan
-from codegen.spec import BlockSpec
+from codegen.spec import AxisProblem, BlockSpec
 from codegen.target import Target
 from tuner.trial import Resources
 
@@ -223,12 +223,26 @@ def _heads(plan: SequencePlan) -> _Stage:
     attend = rows * (
         key_steps * (products + 14 * keys + 2 * keys * cost.split_pair + 2 * (8 + 2 * head)) + head * (6 + 2 * cost.split_pair)
     )
-    warp = read + project + attend
+    warp = read + project + attend + rows * key_steps * term_instructions(plan.problem, keys)
     tiles = plan.warps * rows * (columns * steps + 2 * keys * key_steps * head)
     wavefronts = plan.warps * 8 * plan.operand_words * rows * (passes * steps + head) / 2
     weight_bytes = plan.warps * columns * 8 * plan.padded_dim * plan.problem.block.itemsize / c.rounds
+    weight_bytes += plan.warps * rows * 16 * term_bytes(plan.problem)
     first = c.prefetch != "none" or c.rounds > 1
     return _Stage(warp, plan.warps * warp, 0.2 * L2_CYCLES * (passes - first), tiles, wavefronts, weight_bytes)
+
+
+def term_instructions(problem: AxisProblem, keys: int) -> float:
+    """Of a warp, for 16 queries and keys * 8 keys: of a mask a load and a vote for each 32 keys, and a test for each score; of a bias
+    an addressed load of two for each two scores, a scaling and a multiply-add for each."""
+    mask = 8 * math.ceil(keys / 4) + 6 * keys if problem.block.key_mask else 0
+    return mask + (2 * keys * (3 + 4) if problem.block.logit_bias else 0)
+
+
+def term_bytes(problem: AxisProblem) -> float:
+    """Of mask and bias, read for one query of a sequence and head: a byte and an element a key; the mask's are 16 queries'."""
+    block = problem.block
+    return problem.length * (block.key_mask / 16 + (block.itemsize if block.logit_bias else 0))
 
 
 def _attention(plan: SequencePlan) -> _Stage:
@@ -240,6 +254,8 @@ def _attention(plan: SequencePlan) -> _Stage:
     weighted = keys * (cost.share + cost.split_a + 2 * cost.split_pair + head * (cost.value + cost.split_b + cost.product))
     softmax = 14 * keys + 2 * (8 + 2 * head)
     unit = steps * (scores + softmax + weighted) + 20 + head * (6 + 2 * cost.split_pair)
+    unit += steps * term_instructions(plan.problem, keys)
     tiles = 2 * units * (plan.padded_length // 8) * head
     per_tile = 2 * plan.operand_words + _conflicts(plan, "key") / 2 + _conflicts(plan, "value")
-    return _Stage(turns * unit, units * unit, 0.0, tiles, tiles * per_tile + 8 * units * head * plan.operand_words)
+    wavefronts = tiles * per_tile + 8 * units * head * plan.operand_words
+    return _Stage(turns * unit, units * unit, 0.0, tiles, wavefronts, units * 16 * term_bytes(plan.problem))

@@ -1,3 +1,4 @@
+{% set lowest, inverse = ("LOWEST_LOGIT", "inverse_or_zero(") if spec.terms else ("minus_infinity()", "__fdividef(1.0f, ") %}
 // Stage 3: softmax(q k^T / sqrt(HEAD_DIM)) v, a warp for 16 queries of one head, streaming over tiles of keys with a running
 // maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result takes the place of the queries in
 // shared memory, in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
@@ -26,24 +27,30 @@ struct Attention {
     }
   };
 
-  static __device__ __forceinline__ void run(float* shared) {
+  static __device__ __forceinline__ void run(float* shared{% for term in spec.terms | declared %}, {{ term }}{% endfor %}{{ ", int first_sequence, int sequences" if spec.key_mask }}) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
       const int unit = warp + turn * C::WARPS;
       if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
       const int head = unit % C::HEADS, tile = unit / C::HEADS;
-      attend(shared, Shared{shared, tile, head, lane}, tile, head, lane);
+      attend(shared, Shared{shared, tile, head, lane}, tile, head, lane{% for term in spec.terms %}, {{ term }}{% endfor %}{{ ", first_sequence, sequences" if spec.key_mask }});
     }
   }
 
   // One row tile and head; operands.scores(p, step) and operands.weighted_sum(out, p, step) multiply a step's keys and values.
   template <typename Operands>
-  static __device__ __forceinline__ void attend(float* shared, const Operands& operands, int tile, int head, int lane) {
+  static __device__ __forceinline__ void attend(float* shared, const Operands& operands, int tile, int head, int lane{% for term in spec.terms | declared %}, {{ term }}{% endfor %}{{ ", int first_sequence, int sequences" if spec.key_mask }}) {
+{% if spec.key_mask %}
+    const int sequence = min(first_sequence + tile / TILES, sequences - 1);  // behind the last one nothing is stored
+{% endif %}
     float out[1][COLUMNS][4] = {};
-    float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
+    float sum[2] = {}, highest[2] = { {{- lowest }}, {{ lowest -}} };
 #pragma unroll Operands::UNROLL
     for (int step = 0; step < KEY_STEPS; ++step) {
+{% if spec.key_mask %}
+      const KeyMask<C, KEYS> mask(key_mask, sequence, step * C::KEY_TILE, lane);
+{% endif %}
       float p[1][KEYS][4] = {};
       operands.scores(p, step);
       if constexpr (C::LENGTH < C::PADDED_LENGTH) {
@@ -53,6 +60,12 @@ struct Attention {
           for (int i = 0; i < 4; ++i)
             if (step * C::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) p[0][j][i] = minus_infinity();
       }
+{% if spec.logit_bias %}
+      add_bias<C>(p, logit_bias, head, 16 * (tile % TILES) + lane / 4, step * C::KEY_TILE, lane);
+{% endif %}
+{% if spec.key_mask %}
+      mask.apply(p, lane);
+{% endif %}
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float now = highest[half];
@@ -80,7 +93,7 @@ struct Attention {
       operands.weighted_sum(out, p, step);
     }
     if constexpr (Operands::IN_SHARED) __syncwarp();  // the queries have been read
-    const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
+    const float upper = {{ inverse }}group_sum<4>(sum[0])), lower = {{ inverse }}group_sum<4>(sum[1]));
     constexpr int AT_ONCE = Math::STORED_TILES;
 #pragma unroll
     for (int j = 0; j < COLUMNS; j += AT_ONCE) {

@@ -117,13 +117,13 @@ struct HeadRegisters {
     }
   };
 
-  __device__ __forceinline__ void attend(float* shared) const {
+  __device__ __forceinline__ void attend(float* shared{% for term in spec.terms | declared %}, {{ term }}{% endfor %}{{ ", int first_sequence, int sequences" if spec.key_mask }}) const {
 #pragma unroll
     for (int first = 0; first < TILES; first += ROWS) {
       __syncwarp();
 #pragma unroll
       for (int tile = first; tile < first + ROWS; ++tile)
-        Attention<C>::attend(shared, RowTile{operands, tile}, sequence() * TILES + tile, head(), threadIdx.x % 32);
+        Attention<C>::attend(shared, RowTile{operands, tile}, sequence() * TILES + tile, head(), threadIdx.x % 32{% for term in spec.terms %}, {{ term }}{% endfor %}{{ ", first_sequence, sequences" if spec.key_mask }});
     }
   }
 };

@@ -1,0 +1,182 @@
+"""Kernels with a key mask and a logit bias, in both families: right on the emulator, and planted faults are caught."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from codegen.families import FAMILIES, plan_of
+from codegen.reference import random_input, random_weights, reference
+from codegen.render import Source, render
+from codegen.spec import BlockSpec
+from codegen.target import target
+from codegen.terms import random_terms
+from emulated import error_of
+from tuner.compile import compile_source
+from tuner.emulator import EmulationError, Emulator
+from tuner.space import allowed_maths, space
+from tuner.verify import Checker
+
+TARGET = target("sm_90")
+TOLERANCE = 1e-5
+MATHS = [(dtype, math) for dtype in ("float32", "bfloat16", "float16") for math in allowed_maths(1e-5, dtype)]
+FLAGS = (("key_mask",), ("logit_bias",), ("key_mask", "logit_bias"))
+# Several tiles of keys and rows, and 38 keys: even, so that biases are read two at a time, but no multiple of 8.
+ROWS = BlockSpec(24, 2, 5, 38, batch=2, axes=("row",), key_mask=True, logit_bias=True)
+COLUMNS = dataclasses.replace(ROWS, height=35, width=6, batch=1, axes=("col",))  # odd: one at a time
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("terms")
+
+
+def source_of(spec: BlockSpec, family: str, math: str | None = None, **changes: Any) -> Source:
+    """The default configuration with `changes`, which has to be legal."""
+    configs = {}
+    for axis in spec.axes:
+        start = FAMILIES[family].default(spec.problem(axis), TARGET, math or FAMILIES[family].maths[spec.dtype][0])
+        assert start is not None, f"no default for {spec}"
+        configs[axis] = dataclasses.replace(start, **changes)
+        assert not (reasons := plan_of(spec.problem(axis), configs[axis]).reasons(TARGET)), reasons
+    return render(spec, configs)
+
+
+def right(source: Source, cache: Path, order: str = "forward") -> bool:
+    """Whether a source holds what every candidate on a GPU is held to."""
+    emulator = Emulator(source, cache, run_limit=60)
+    return Checker(source.spec, seed=1, quick=True)(lambda x, weights: emulator.run(x, weights, order=order)).ok
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("flags", "dtype", "math"), [*((FLAGS[2], *math) for math in MATHS), (FLAGS[0], *MATHS[0]), (FLAGS[1], *MATHS[0])])
+def test_agrees_with_float64(flags: tuple[str, ...], dtype: str, math: str, family: str, cache: Path) -> None:
+    spec = BlockSpec(24, 2, 18, 19, batch=1, dtype=dtype, **dict.fromkeys(flags, True))
+    assert right(source_of(spec, family, math), cache, "reverse" if dtype == "float16" else "forward")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_configurations_agree_with_float64(seed: int, cache: Path) -> None:
+    """Of both families in turn, with other variants of the block beside."""
+    draw = random.Random(seed)
+    family, (dtype, math) = sorted(FAMILIES)[seed % 2], draw.choice(MATHS)
+    dim, heads = draw.choice(((24, 2), (33, 1), (40, 5), (20, 1), (64, 8)))
+    more: dict[str, Any] = draw.choice(({}, {"qkv_bias": True}, {"head_dim": 12}, {"post_norm": True}, {"residual": False}))
+    flags = dict.fromkeys(FLAGS[seed % 3], True)
+    height, width, axis = draw.choice((1, 3, 17, 33)), draw.choice((2, 16, 31, 65)), draw.choice(("row", "col"))
+    spec = BlockSpec(dim, heads, height, width, batch=1, dtype=dtype, axes=(axis,), **flags, **more)
+    here = space(spec.problem(axis), TARGET, family=family, fixed={"math": math})
+    config = here.random(draw)
+    assert right(render(spec, {axis: config}), cache, draw.choice(("forward", "reverse", "random:5"))), config
+
+
+def test_the_last_block_is_partly_empty(cache: Path) -> None:
+    """Four sequences a block, ten there are: the mask of sequences behind the last is not read."""
+    assert error_of(source_of(ROWS, "sequence", key_tile=16, sequences=4), cache) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_biases_that_stand_for_a_mask(family: str, cache: Path) -> None:
+    """-1e9 or minus infinity at most keys, and at all keys of a query: what is masked does not show, and nothing becomes NaN."""
+    spec = dataclasses.replace(ROWS, key_mask=False)
+    generator = torch.Generator().manual_seed(2)
+    weights, x = random_weights(spec, generator) | random_terms(spec, generator), random_input(spec, generator)
+    away = torch.rand(38, 38, generator=generator) < 0.9
+    away.fill_diagonal_(False)
+    away[:, :16] = True  # the first tile of keys
+    away[20] = False
+    for value in (-1e9, -math.inf):
+        bias = weights["row_bias"].masked_fill(away, value)
+        bias[:, 7] = value
+        y = Emulator(source_of(spec, family), cache).run(x, {**weights, "row_bias": bias})
+        expected = reference(spec, x, {**weights, "row_bias": bias})
+        assert y.isfinite().all()
+        near = (y - expected).abs() < TOLERANCE * expected.abs().max()
+        assert near[:, :, torch.arange(38) != 7].all() and (value == -1e9 or near.all())
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """An edit of the source, and what it is called. families: where it is planted; what they share in one of them."""
+
+    name: str
+    pattern: str
+    replacement: str
+    spec: BlockSpec = ROWS
+    families: tuple[str, ...] = ("sequence",)
+    tile: int = 16  # keys
+
+
+BOTH = ("sequence", "staged")
+MUTANTS = (
+    Mutant("mask inverted", r"(__ldg\(mask [^;]*) != 0\)", r"\1 == 0)"),
+    Mutant("mask ignored", r"mask_keys<C>\(p, key_mask[^;]*;", "", families=BOTH),
+    Mutant("mask off by one token", r"mask_offset\(sequence, key\)\)", "mask_offset(sequence, key == 0 ? 0 : key - 1))"),
+    Mutant("mask of the first sequence", r"C::mask_offset\(sequence, key", "C::mask_offset(0, key"),
+    Mutant("mask of columns read as rows", r"\* WIDTH \+ sequence % WIDTH", "+ (sequence % WIDTH) * LENGTH", COLUMNS, families=BOTH),
+    Mutant("mask of the first 32 keys for all", r"32 \* word \+ lane", "lane", families=("staged",), tile=64),
+    Mutant("the first of two keys decides", r"2 \* \(lane % 4\) \+ i % 2\) & 1", "2 * (lane % 4)) & 1"),
+    Mutant("NaN for a query without keys", r"sum > 0\.0f \? (__fdividef\(1\.0f, sum\)) : 0\.0f", r"\1", families=BOTH),
+    Mutant(
+        "the maximum begins at minus infinity", r"\{LOWEST_LOGIT, LOWEST_LOGIT\}", "{minus_infinity(), minus_infinity()}", families=BOTH
+    ),
+    Mutant("bias ignored", r"added\[i\] \* LOG2_E", "0.0f", families=("staged",)),
+    Mutant("bias without log2(e)", r"added\[i\] \* LOG2_E", "added[i]", families=("staged",)),
+    Mutant("bias scaled like the scores", r"(half \+ i\]), C::SCORE_SCALE, added\[i\] \* LOG2_E", r"\1 + added[i], C::SCORE_SCALE, 0.0f"),
+    Mutant("scores not scaled", r", C::SCORE_SCALE,", ", 1.0f,"),
+    Mutant("scores scaled twice", r"EXPONENT_SCALE = 1\.0f", "EXPONENT_SCALE = SCORE_SCALE", families=BOTH),
+    Mutant("bias of the first head", r"static_cast<long long>\(head\) \* C::LENGTH \+ row", "row", families=("staged",)),
+    Mutant("bias of the upper rows for the lower", r"query \+ 8 \* half", "query", families=("staged",)),
+    Mutant("bias of the first tile of keys for all", r"(add_bias<C>\([^;]*), step \* \S+, lane\)", r"\1, 0, lane)", families=BOTH),
+    Mutant(
+        "bias by key and query",
+        r"load_constant\(added, from \+ key\);",
+        "for (int i = 0; i < 2; ++i) added[i] = bias[(static_cast<long long>(head) * C::LENGTH + key + i) * C::LENGTH + row];",
+        families=("staged",),
+    ),
+    Mutant("bias of queries past the end", r"if \(row < C::LENGTH && key", "if (key", families=("staged",)),
+    Mutant("bias of keys past the end", r"row < C::LENGTH, key, C::LENGTH\)", "row < C::LENGTH, key, C::LENGTH + 1)", COLUMNS),
+)
+
+
+@pytest.mark.parametrize(("mutant", "family"), [pytest.param(m, family, id=f"{m.name}-{family}") for m in MUTANTS for family in m.families])
+def test_a_planted_fault_is_caught(mutant: Mutant, family: str, cache: Path) -> None:
+    tile = {"sequence": {"key_tile": mutant.tile}, "staged": {"attn_key_tile": mutant.tile, "attn_warps": 2}}[family]
+    source = source_of(mutant.spec, family, "tf32x3", **tile)
+    assert error_of(source, cache) < TOLERANCE
+    text, count = re.subn(mutant.pattern, mutant.replacement, source.text)
+    assert count, f"the source no longer has {mutant.pattern!r}: write this mutant anew"
+    try:
+        found = not error_of(dataclasses.replace(source, text=text), cache) < TOLERANCE
+    except EmulationError as error:
+        assert error.report.kind != "compile", f"the mutant does not compile, so it shows nothing: {error}"
+        found = True
+    assert found, mutant.name
+
+
+def test_without_flags_nothing_of_them_is_emitted() -> None:
+    for family in FAMILIES:
+        plain = source_of(dataclasses.replace(ROWS, key_mask=False, logit_bias=False), family)
+        assert not re.search(r"mask|LOWEST|SCORE_SCALE|inverse_or_zero|logit", plain.text)
+        for flag, absent in (("key_mask", "logit_bias"), ("logit_bias", "key_mask")):
+            source = source_of(dataclasses.replace(ROWS, **{absent: False}), family)
+            assert flag in source.text and absent not in source.text
+            assert [kernel.arguments.count(flag) for kernel in source.kernels] in ([1], [0, 1, 0])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_compile_without_spills(family: str, arch: str) -> None:
+    for dtype, arithmetic in MATHS:
+        spec = BlockSpec(64, 4, 32, 32, dtype=dtype, axes=("row",), key_mask=True, logit_bias=True)
+        config = FAMILIES[family].default(spec.problem("row"), target(arch), arithmetic)
+        assert config is not None
+        compiled = compile_source(render(spec, {"row": config}), target(arch))
+        assert not any(used.local_bytes for used in compiled.resources.values()), arithmetic
