@@ -44,7 +44,7 @@ class SequenceConfig(Config):
     warps: int = tunable(8, (1, 2, 4, 8, 12, 16), "warps of a block (with heads=registers one for each head and sequence)")
     qkv_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the QKV product")
     qkv_columns: int = tunable(3, (1, 2, 3, 4, 6), "8-column tiles a warp computes at once in the QKV product")
-    out_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the output product")
+    out_rows: int = tunable(2, (1, 2, 4, 5), "16-row tiles a warp computes at once in the output product")
     out_columns: int = tunable(1, (1, 2, 3, 4), "8-column tiles a warp computes at once in the output product")
     key_tile: int = tunable(32, (16, 32, 48, 64, 80), "keys of one step of the streaming softmax")
     fragment: int = tunable(4, (2, 4), "neighbouring weights a lane loads at once in the QKV product")
@@ -374,7 +374,8 @@ def _careful_registers(problem: AxisProblem, target: Target, math: str) -> Itera
     sequences = next((n for n in (1, 2, 4) if n * heads >= 4), 4)
     warps = sequences * heads
     out_columns = next((n for n in (1, 2, 3, 4) if tiles % n == 0 and tiles // n <= warps), 1)
-    pairs = sequences * _ceil(problem.length, 16) * 8
+    row_tiles = sequences * _ceil(problem.length, 16)
+    pairs = 8 * row_tiles
     lanes = next((n for n in (16, 8) if n * pairs <= 32 * warps), 4)
     many = [n for n in (8, 4, 2) if problem.sequences >= 2 * target.sms * sequences * n]
     keys = [n for n in (80, 64, 48, 32, 16) if _ceil(problem.length, 16) * 16 % n == 0]

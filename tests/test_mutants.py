@@ -277,11 +277,12 @@ def test_every_missing_barrier_is_caught(dtype: str, math: str, cache: Path) -> 
             assert how in ("race", "uninitialised"), f"{name} of line {line} can be left out: {how or 'nothing'} was reported"
 
 
-@pytest.mark.parametrize("spec, changes", [(ROWS, ()), (FIVE, ROUNDS)])
-def test_with_registers_two_barriers_are_needed_and_enough(spec: BlockSpec, changes: tuple, cache: Path) -> None:
+@pytest.mark.parametrize("spec, changes, count", [(ROWS, (), 2), (FIVE, ROUNDS, 2), (FIVE, (*ROUNDS, ("residual", "shared")), 3)])
+def test_with_registers_two_barriers_are_needed_and_enough(spec: BlockSpec, changes: tuple, count: int, cache: Path) -> None:
+    """And a third where the next round's tokens take the place of those that are kept for the residual."""
     source = source_of(spec, "fp16x3", heads="registers", **dict(changes))
-    assert caught(source, cache) == "" and len(kernel_barriers(source, "__syncthreads")) == 2
-    for which in range(2):
+    assert caught(source, cache) == "" and len(kernel_barriers(source, "__syncthreads")) == count
+    for which in range(count):
         assert caught(edited(source, r"__syncthreads\(\);", ";", which), cache) in ("race", "uninitialised")
 
 

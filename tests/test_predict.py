@@ -59,6 +59,19 @@ def test_every_arithmetic_can_be_predicted(math: str) -> None:
     assert 1.0 < predict(chosen, resources(shared=chosen.shared_bytes), H200) < 100.0
 
 
+@pytest.mark.parametrize("math, dtype", [("fp16x3", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_registers_spare_shared_memory_and_rounds_the_weights(math: str, dtype: str) -> None:
+    wide = BlockSpec(batch=64, dtype=dtype)
+    kept, passed = registers(wide, math=math, rounds=1), registers(wide, math=math, rounds=1, heads="shared")
+    assert parts(kept, resources(), H200).shared < parts(passed, resources(), H200).shared
+    assert parts(kept, resources(), H200).tensor == parts(passed, resources(), H200).tensor
+    several = registers(wide, math=math, rounds=8)
+    assert parts(several, resources(), H200).weights < parts(kept, resources(), H200).weights / 4
+    assert parts(several, resources(), H200).tensor == pytest.approx(parts(kept, resources(), H200).tensor, rel=0.1)
+    if math == "fp16x3":  # weights that stay are split already
+        assert parts(several, resources(), H200).issue < 0.9 * parts(kept, resources(), H200).issue
+
+
 def test_growing_any_part_never_shortens_the_time() -> None:
     base = {name: 1.0 for name in NAMES}
     for name in NAMES:

@@ -168,3 +168,11 @@ def test_configuration_from_text():
     for bad in ({}, [], {"family": ["sequence"]}, {"family": "sequence"}):
         with pytest.raises(SpecError):
             parse_config(bad)
+
+
+def test_a_configuration_older_than_a_tunable_has_what_was_before_it() -> None:
+    old = {name: value for name, value in SequenceConfig(warps=4).to_dict().items() if name not in ("heads", "rounds")}
+    config = SequenceConfig.from_dict(old)
+    assert (config.heads, config.rounds, config.warps) == ("shared", 1, 4)
+    with pytest.raises(SpecError, match="missing sequences"):
+        SequenceConfig.from_dict({name: value for name, value in old.items() if name != "sequences"})

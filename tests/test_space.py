@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -95,6 +96,35 @@ def test_configurations_that_compile_alike_have_one_representative() -> None:
     assert slim.min_blocks == 1, "64 threads x 3 blocks leave 255 registers a thread, as one block does"
     wide = here.project({**config_values(here.start), "warps": 8, "min_blocks": 2})
     assert wide.min_blocks == 2
+
+
+def test_what_registers_do_not_use_has_one_representative() -> None:
+    """And is no reason to refuse: warps follow from heads and sequences, weights are held, column tiles come in sixes or twos."""
+    here = row_space(fixed={"heads": "registers", "math": "fp16x3"})
+    start = config_values(here.start)
+    alike = [
+        here.project({**start, **changed})
+        for changed in ({"warps": 2}, {"warps": 16}, {"qkv_columns": 4}, {"weights": "stream", "prefetch": "none"})
+    ]
+    assert [c.warps for c in alike] == [8] * 4 and [c.qkv_columns for c in alike] == [6] * 4
+    assert [SequencePlan(here.problem, c).threads for c in alike] == [128] * 4 and alike[3].weights == "hold"
+    odd = row_space(fixed={"heads": "shared", "math": "fp16x3"}).project({**start, "heads": "shared", "qkv_columns": 3})
+    assert odd.qkv_columns == 2, "operands of 16 bits are stored two column tiles at a time"
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({"math": "tf32x3"}, "no operands that could stay"),
+        ({"rounds": 2, "qkv_columns": 2}, "weights that stay"),
+        ({"rounds": 16, "sequences": 8}, "there are only 32 sequences"),
+        ({"qkv_rows": 4}, "qkv_rows 4 does not divide 2"),
+    ],
+)
+def test_registers_and_rounds_say_what_they_need(changed: dict, reason: str) -> None:
+    problem = BlockSpec(batch=1).problem("row")
+    config = replace(row_space(fixed={"heads": "registers"}).start, **changed)
+    assert any(reason in said for said in SequencePlan(problem, config).reasons(target("sm_90")))
 
 
 def test_plain_tf32_needs_a_relaxed_tolerance() -> None:

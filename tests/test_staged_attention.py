@@ -38,15 +38,17 @@ class Form:
     sums: str = "add"
     polynomial: int = 0
     key_tile: int = 16
+    width: int = BLOCK.width
     maths: tuple[str, ...] = tuple(DTYPES)
 
     def settings(self) -> dict[str, int | str]:
-        return {f"attn_{f.name}": getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "maths"}
+        return {f"attn_{f.name}": getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("maths", "width")}
 
 
 HALF = ("bf16", "fp16")
 FORMS = {
     "resident": Form(),
+    "long": Form(width=270, maths=("fp16x3", "tf32x3", "bf16")),  # 17 tiles of keys, which come in four copies, the last of two
     "streamed": Form(rows=1, stages=2, maths=("fp16x3", "bf16")),
     "streamed two": Form(stages=3, key_tile=32),
     "product": Form(sums="product", maths=HALF),
@@ -56,8 +58,8 @@ FORMS = {
 CASES = [(name, math) for name, form in FORMS.items() for math in form.maths]
 
 
-def source_of(form: Form, math: str, spec: BlockSpec = BLOCK) -> Source:
-    spec = dataclasses.replace(spec, dtype=DTYPES[math])
+def source_of(form: Form, math: str) -> Source:
+    spec = dataclasses.replace(BLOCK, dtype=DTYPES[math], width=form.width, height=1 if form.width > BLOCK.width else BLOCK.height)
     configs: dict[str, Config] = {}
     for axis in spec.axes:
         start = default(spec.problem(axis), TARGET, math)
@@ -164,9 +166,12 @@ MUTANTS = {
     "weights' rests are left out": Mutant(r"pack\(first - rounded\.x, second - rounded\.y\)", "pack(0.0f, 0.0f)"),
     "scores' rests are as large as they are kept": Mutant(r"(rest\[i\]\[j\]\[c\]), 1\.0f / Math::SCALE, p", r"\1, 1.0f, p"),
     "the second row tile is the first": Mutant(r"min\(tile \+ row, C::TILES - 1\)", "min(tile, C::TILES - 1)", "streamed two", ("fp16",)),
-    "a row tile too many is stored": Mutant(r"if \(tile \+ row >= C::TILES\) return;", ""),
-    "resident keys are not waited for": Mutant(r"wait_for_copies<0>\(\);", ""),
-    "no barrier behind resident keys": Mutant(r"__syncthreads\(\);  // all keys", "//", maths=("bf16",)),
+    "a row tile too many is stored": Mutant(r"if \(!EVEN && tile \+ row >= C::TILES\) return;", ""),
+    "resident keys are not waited for": Mutant(r"wait_until_left<COPIES - 1>\([^;]*\);", ""),
+    "a copy too few is waited for": Mutant(r"\(COPIES - 1 - step / COPY_STEPS\)", "(COPIES - step / COPY_STEPS)", "long"),
+    "no barrier behind resident keys": Mutant(r"__syncthreads\(\);  // the copy's keys", "//", maths=("bf16",)),
+    "a copy of keys lies on the last one": Mutant(r"copy \* COPY_STEPS \* S::KEY_WORDS", "0", "long"),
+    "a copy goes beyond the last tile": Mutant(r"at >= room \* ROW_TILE", "false", "long"),
     "resident tiles are a buffer apart": Mutant(r"RESIDENT \? S::KEY_WORDS : S::BUFFER", "S::BUFFER"),
     "buffers do not start again": Mutant(r"!RESIDENT && step % S::STAGES == S::STAGES - 1", "false", "streamed", ("bf16",)),
     "powers an order too high": Mutant(r"(__float_as_uint\(rounded\)) << 23", r"(\1 + 1) << 23", "polynomial", ("fp16",)),

@@ -161,9 +161,9 @@ def _writable(folder: Path) -> None:
 def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
     """`render`: the source of the default configuration with some tunables set. SpecError when that is not legal.
 
-    The arithmetic and the way of q, k and v decide about most other tunables: the default is the one of those that are set."""
+    The arithmetic, the way of q, k and v and the engines decide about most other tunables: the default is the one of those that are set."""
     fixed = parse_fixed(settings)
-    leading: dict[str, Any] = {name: fixed[name] for name in ("math", "heads") if name in fixed}
+    leading: dict[str, Any] = {name: fixed[name] for name in ("math", "heads", "qkv_engine", "out_engine") if name in fixed}
     tunables: dict[str, Any] = {name: value for name, value in fixed.items() if name != "family"}
     tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
     configs = {}
@@ -174,8 +174,7 @@ def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
         here = families.get(family)
         if here is None or leading:
             here = space(problem, to, family=family, fixed=leading, tolerance=tolerance)
-        near = max(here.starts(), key=lambda start: sum(getattr(start, name) == value for name, value in tunables.items()))
-        asked: Config = replace(near, **tunables)
+        asked: Config = replace(here.start, **tunables)
         if isinstance(asked, SequenceConfig) and "prefetch" not in fixed and asked.weights == "stream":
             asked = replace(asked, prefetch="none")
         reasons = plan_of(problem, asked).reasons(to)

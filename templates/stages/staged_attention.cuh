@@ -13,20 +13,22 @@ struct StreamedAttention {
   static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROW_TILE = C::ROW_TILE, ROWS = S::ROWS, THREADS = 32 * S::WARPS;
   static constexpr int KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE), GROUPS = ceil_div(C::TILES, S::WARPS * ROWS);
   static constexpr int SUMS = S::SUMS_BY_PRODUCT ? 4 : 2;  // a lane's, of its two rows
-  static constexpr bool RESIDENT = S::STAGES == 1;
-  static constexpr int COPIED_TILES = (RESIDENT ? KEY_STEPS : 1) * (S::KEY_TILE / 16), COPIES = RESIDENT ? 1 : KEY_STEPS;  // row tiles at once
+  static constexpr bool RESIDENT = S::STAGES == 1, EVEN = C::TILES % (S::WARPS * ROWS) == 0;  // EVEN: every warp has all of its row tiles
+  // Tiles of keys that are copied at once. All of a sequence come in up to four copies, so that work begins before the last has come.
+  static constexpr int COPY_STEPS = RESIDENT ? ceil_div(KEY_STEPS, KEY_STEPS >= 16 ? 4 : KEY_STEPS >= 8 ? 2 : 1) : 1;
+  static constexpr int COPIES = ceil_div(KEY_STEPS, COPY_STEPS), COPIED_TILES = COPY_STEPS * (S::KEY_TILE / 16);  // row tiles
   using Query = typename S::template Query<STEPS>;
   using Weights = typename Products::template Weights<ROWS, KEYS>;
   using Sums = typename Products::template Sums<STEPS, S::VALUE_STRIDE, ROWS>;
 
-  // COPIED_TILES row tiles of one head, of which `real` exist, in pieces of COLUMNS words that are STRIDE apart in shared memory.
+  // COPIED_TILES row tiles of one head, of which `real` exist and there is room for `room`, in pieces of COLUMNS words that are STRIDE apart in shared memory.
   template <int COLUMNS, int STRIDE>
-  static __device__ __forceinline__ void copy_tiles(float* to, const float* from, int real) {
+  static __device__ __forceinline__ void copy_tiles(float* to, const float* from, int real, int room) {
     constexpr int WORDS = COPIED_TILES * ROW_TILE, TURNS = ceil_div(WORDS, 4 * THREADS);
 #pragma unroll(TURNS <= 16 ? TURNS : 8)
     for (int turn = 0; turn < TURNS; ++turn) {
       const int at = 4 * (static_cast<int>(threadIdx.x) + turn * THREADS);
-      if (WORDS % (4 * THREADS) != 0 && at >= WORDS) break;
+      if ((WORDS % (4 * THREADS) != 0 && at >= WORDS) || (KEY_STEPS % COPY_STEPS != 0 && at >= room * ROW_TILE)) break;
       const bool there = C::TILES % COPIED_TILES == 0 || at < real * ROW_TILE;
       copy_async<16>(to + at / COLUMNS * STRIDE + at % COLUMNS, there ? from + at : from, there);
     }
@@ -34,12 +36,22 @@ struct StreamedAttention {
 
   static __device__ __forceinline__ void start_copies(float* shared, const float* key, const float* value, int copy) {
     if (copy < COPIES) {
-      float* to = shared + copy % S::STAGES * S::BUFFER;
-      const int first = copy * COPIED_TILES, real = min(C::TILES - first, COPIED_TILES);
-      copy_tiles<ROW_TILE, ROW_TILE>(to, key + first * ROW_TILE, real);
-      copy_tiles<S::VALUE_COLUMNS, S::VALUE_STRIDE>(to + S::VALUES, value + first * ROW_TILE, real);
+      const int first = copy * COPIED_TILES, real = min(C::TILES - first, COPIED_TILES), room = KEY_STEPS * (S::KEY_TILE / 16) - first;
+      float* to = shared + (RESIDENT ? copy * COPY_STEPS * S::KEY_WORDS : copy % S::STAGES * S::BUFFER);
+      copy_tiles<ROW_TILE, ROW_TILE>(to, key + first * ROW_TILE, real, room);
+      to = shared + S::VALUES + (RESIDENT ? copy * COPY_STEPS * S::VALUE_WORDS : copy % S::STAGES * S::BUFFER);
+      copy_tiles<S::VALUE_COLUMNS, S::VALUE_STRIDE>(to, value + first * ROW_TILE, real, room);
     }
     commit_copies();
+  }
+
+  // Waits until no more than `left` of LEFT + 1 copies are under way.
+  template <int LEFT>
+  static __device__ __forceinline__ void wait_until_left(int left) {
+    if constexpr (LEFT > 0) {
+      if (left < LEFT) return wait_until_left<LEFT - 1>(left);
+    }
+    wait_for_copies<LEFT>();
   }
 
 {% if spec.terms %}
@@ -134,14 +146,10 @@ struct StreamedAttention {
     const int tile = (group * S::WARPS + warp) * ROWS;
     const long long base = static_cast<long long>(unit) * C::TILES * ROW_TILE;
 #pragma unroll
-    for (int copy = 0; copy < (RESIDENT ? 1 : S::STAGES - 1); ++copy) start_copies(shared, key + base, value + base, copy);
+    for (int copy = 0; copy < (RESIDENT ? COPIES : S::STAGES - 1); ++copy) start_copies(shared, key + base, value + base, copy);
     Query queries[ROWS];
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) queries[row].take(query + base + min(tile + row, C::TILES - 1) * ROW_TILE, lane);
-    if constexpr (RESIDENT) {
-      wait_for_copies<0>();
-      __syncthreads();  // all keys and values are there for all
-    }
+    for (int row = 0; row < ROWS; ++row) queries[row].take(query + base + (EVEN ? tile + row : min(tile + row, C::TILES - 1)) * ROW_TILE, lane);
     Sums sums;
     float sum[ROWS][SUMS] = {}, start[ROWS][4];  // of a row's weights; what its scores start from
 #pragma unroll
@@ -156,12 +164,15 @@ struct StreamedAttention {
         wait_for_copies<S::STAGES - 2>();
         __syncthreads();  // the step's keys and values are there for all, and the buffer of the step before is free
         start_copies(shared, key + base, value + base, step + S::STAGES - 1);
+      } else if (step % COPY_STEPS == 0) {
+        wait_until_left<COPIES - 1>(COPIES - 1 - step / COPY_STEPS);
+        __syncthreads();  // the copy's keys and values are there for all
       }
 {% if spec.terms %}
 {% set terms = (["KeyMask<C, KEYS>(key_mask, sequence, step * S::KEY_TILE, lane)"] if spec.key_mask else []) + (["logit_bias, head, tile"] if spec.logit_bias else []) %}
       const Terms terms{ {{- terms | join(", ") -}} };
 {% endif %}
-      if (tile < C::TILES{{ " && terms.mask.any()" if spec.key_mask }}) {
+      if ({{ "(EVEN || tile < C::TILES) && terms.mask.any()" if spec.key_mask else "EVEN || tile < C::TILES" }}) {
         Weights weights;
         float added[ROWS][2];
         bool outside = false;  // whether the references have been found not to serve
@@ -205,7 +216,7 @@ struct StreamedAttention {
     }
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      if (tile + row >= C::TILES) return;
+      if (!EVEN && tile + row >= C::TILES) return;
 {% set inverse = "inverse_or_zero(" if spec.terms else "__fdividef(1.0f, " %}
       const float upper = {{ inverse }}row_sum(sum[row], 0)), lower = {{ inverse }}row_sum(sum[row], 1));
       float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile + row) * (C::HEADS * ROW_TILE);

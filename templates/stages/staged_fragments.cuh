@@ -1,12 +1,9 @@
-template <typename Math>
-struct PairedStores;  // for Maths that hand on two column tiles in pieces of 16 bytes
-
 // TILES neighbouring column tiles of a row tile's q, k and v, the first of which is number `step` of them all, into scratch; q times
 // EXPONENT_SCALE, so that scores are exponents as they come.
 template <typename C, int TILES>
 __device__ __forceinline__ void store_fragments(float* query, float* key, float* value, {{ "const Element* __restrict__ qkv_bias, " if spec.qkv_bias }}int tile, int step, int lane, const float (&acc)[TILES][4]) {
   using Math = typename C::Math;
-  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8, TOGETHER = C::STORED_TILES == 2 && TILES % 2 == 0 ? 2 : 1;
+  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8, TOGETHER = TILES % Math::STORED_TILES == 0 ? Math::STORED_TILES : 1;
   const int sequence = tile / C::TILES;
 #pragma unroll
   for (int j = 0; j < TILES; j += TOGETHER) {
@@ -26,13 +23,13 @@ __device__ __forceinline__ void store_fragments(float* query, float* key, float*
 {% if spec.qkv_bias %}
     }
 {% endif %}
-    if constexpr (TOGETHER == 2) {
+    if constexpr (TOGETHER == Math::STORED_TILES) {
       if (which == 0)
-        PairedStores<Math>::query(query + at, within % STEPS, lane, values);
+        Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, values);
       else if (which == 1)
-        PairedStores<Math>::key(key + at, within % STEPS, lane, values);
+        Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, values);
       else
-        PairedStores<Math>::value(value + at, within % STEPS, lane, values);
+        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, values);
     } else {
       if (which == 0)
         Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, values[0]);
