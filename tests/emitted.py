@@ -17,7 +17,7 @@ from codegen.render import Source, render
 from codegen.sequence import default
 from codegen.spec import BlockSpec
 from codegen.target import Target, target
-from codegen.terms import random_terms
+from codegen.terms import random_terms, term_shapes
 
 SPEC = BlockSpec(dim=16, heads=2, height=5, width=7, batch=2)
 SEED = BlockSpec()
@@ -93,9 +93,9 @@ def given(spec: BlockSpec, batch: int | None = None, *, seed: int = 1) -> list[t
     return [x, *random_terms(spec, torch.Generator().manual_seed(seed), x.shape[0]).values()]
 
 
-def truth(spec: BlockSpec, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def truth(spec: BlockSpec, model: nn.Module, x: torch.Tensor, *terms: torch.Tensor) -> torch.Tensor:
     """The float64 reference with the model's weights, rounded to float32."""
-    return reference(spec, x, model.state_dict()).float()
+    return reference(spec, x, model.state_dict() | dict(zip(term_shapes(spec, x.shape[0]), terms, strict=True))).float()
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
@@ -104,11 +104,11 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) ->
     assert float((got - expected).detach().abs().max()) <= tolerance * float(expected.detach().abs().max())
 
 
-def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def gradients(model: nn.Module, x: torch.Tensor, *terms: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of a loss that uses the input three times: of the input, then of the parameters."""
     x = x.clone().requires_grad_()
     model.zero_grad()
-    ((model(x) * torch.linspace(-1, 1, x.shape[-1], device=x.device)).square().sum() + (model(x) * x).sum()).backward()
+    ((model(x, *terms) * torch.linspace(-1, 1, x.shape[-1], device=x.device)).square().sum() + (model(x, *terms) * x).sum()).backward()
     assert x.grad is not None
     return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 

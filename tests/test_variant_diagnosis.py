@@ -17,6 +17,7 @@ from codegen.reference import Model, result, to_grid, to_sequences
 from codegen.render import render
 from codegen.spec import BlockSpec
 from codegen.target import target
+from codegen.terms import split_terms, with_keys
 from tuner.emulator import Emulator
 from tuner.hypotheses import Axis, explained, faults
 from tuner.stages import probed
@@ -33,7 +34,7 @@ def with_fault(spec: BlockSpec, axes: tuple[str, ...], computes: Axis):
     def run(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         for axis in spec.axes:
             sequences = to_sequences(axis, x)
-            x = to_grid(axis, (computes if axis in axes else result)(spec, axis, sequences, weights), x.shape)
+            x = to_grid(axis, (computes if axis in axes else result)(spec, axis, sequences, with_keys(axis, weights)), x.shape)
         return x
 
     return run
@@ -46,9 +47,10 @@ def test_a_right_block_is_accepted(variant: str, dtype: str) -> None:
     model = Model.from_spec(spec).to(getattr(torch, dtype))
 
     def run(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        model.load_state_dict(dict(weights))
+        parameters, terms = split_terms(spec, weights)
+        model.load_state_dict(parameters)
         with torch.no_grad():
-            return model(x)
+            return model(x, *terms)
 
     assert Checker(spec, 0)(run).ok
     for seed in range(3):

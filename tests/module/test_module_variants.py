@@ -13,6 +13,7 @@ import kernelbench_rules
 from codegen.module import load_module, read_module
 from codegen.reference import Model, parameter_shapes
 from codegen.spec import BlockSpec
+from codegen.terms import term_shapes
 from variants import EACH
 
 SHAPE = {"dim": 16, "heads": 2, "height": 5, "width": 7, "batch": 2}
@@ -53,28 +54,31 @@ def test_the_constructor_refuses_another_variant(spec: BlockSpec, path: Path) ->
 
 def test_results_and_gradients_are_the_references(spec: BlockSpec, path: Path) -> None:
     """On the CPU, on the way to the kernels (whose op takes the parameters that there are, and no others), and in the op itself."""
-    x = emitted.images(spec)
+    x, *terms = emitted.given(spec)
     for module in (load_module(path), emitted.on_cpu(path)):
         expected, got = emitted.pair(module, spec)
-        emitted.close(got(x), emitted.truth(spec, expected, x))
-        for ours, theirs in zip(emitted.gradients(got, x), emitted.gradients(expected, x), strict=True):
+        emitted.close(got(x, *terms), emitted.truth(spec, expected, x, *terms))
+        for ours, theirs in zip(emitted.gradients(got, x, *terms), emitted.gradients(expected, x, *terms), strict=True):
             emitted.close(ours, theirs, 5e-5)
     assert module.launched
-    weights = got._weights()
+    weights = [*got._weights(), *terms]
     names = [argument.name for argument in module._op()._schema.arguments]
-    assert names == ["x", *(name.replace(".", "_") for name in parameter_shapes(spec))] and len(weights) == len(names) - 1
-    emitted.close(module._op()(x, *weights), emitted.truth(spec, expected, x))
+    assert (
+        names == ["x", *(name.replace(".", "_") for name in parameter_shapes(spec)), *term_shapes(spec, 2)]
+        and len(weights) == len(names) - 1
+    )
+    emitted.close(module._op()(x, *weights), emitted.truth(spec, expected, x, *terms))
     if len(spec.variants) > 5:  # PyTorch's own checks take seconds
         torch.library.opcheck(module._op(), (x.requires_grad_(), *weights))
 
 
 def test_dropout_while_training_is_the_references(spec: BlockSpec, path: Path) -> None:
     expected, got = (model.train() for model in emitted.pair(load_module(path), spec, dropout=0.5))
-    x = emitted.images(spec)
+    x, *terms = emitted.given(spec)
     torch.manual_seed(3)
-    wanted = expected(x)
+    wanted = expected(x, *terms)
     torch.manual_seed(3)
-    emitted.close(got(x), wanted)
+    emitted.close(got(x, *terms), wanted)
 
 
 def test_the_launching_op_has_only_the_parameters_that_there_are(spec: BlockSpec, path: Path) -> None:
