@@ -77,6 +77,14 @@ def test_random_configurations_agree_with_float64(seed: int, cache: Path) -> Non
     assert right(render(spec, {axis: config}), cache, draw.choice(("forward", "reverse", "random:5"))), config
 
 
+@pytest.mark.parametrize(("dtype", "seed"), [("float32", 0), ("bfloat16", 1), ("float16", 2)])
+def test_heads_in_registers_agree_with_float64(dtype: str, seed: int, cache: Path) -> None:
+    spec = BlockSpec(32, 2, 6, 38, batch=1, dtype=dtype, axes=("row",), key_mask=True, logit_bias=True)
+    config = space(spec.problem("row"), TARGET, family="sequence", fixed={"heads": "registers"}).random(random.Random(seed))
+    assert "HeadRegisters" in (source := render(spec, {"row": config})).text
+    assert right(source, cache), config
+
+
 def test_the_last_block_is_partly_empty(cache: Path) -> None:
     """Four sequences a block, ten there are: the mask of sequences behind the last is not read."""
     assert error_of(source_of(ROWS, "sequence", key_tile=16, sequences=4), cache) < TOLERANCE
