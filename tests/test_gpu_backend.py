@@ -102,6 +102,13 @@ def test_configuration_that_cannot_be_rendered_is_an_outcome(backend):
     assert outcome.status == "compile_error" and "cannot be rendered" in outcome.cause
 
 
+def test_same_source_for_another_batch_is_another_trial(backend, plan):
+    other = dataclasses.replace(SPEC, batch=3)
+    assert render(SPEC, candidate(4).configs).digest == render(other, candidate(4, other).configs).digest
+    list(backend.evaluate([candidate(4), candidate(4, other)]))
+    assert plan.ran() == [4, 4]
+
+
 def test_same_source_is_never_run_twice(backend, plan):
     first = list(backend.evaluate([candidate(2), candidate(4), candidate(2)]))
     again = list(backend.evaluate([candidate(4), candidate(2)]))
