@@ -26,7 +26,7 @@ LIMITS = Limits(compile=2.0, trial=1.0, prepare=20.0, form=2.0, module=10.0)
 def candidate(warps: int, spec: BlockSpec = SPEC, **more) -> Candidate:
     configs = {}
     for axis in spec.axes:
-        config = default(spec.problem(axis), target("sm_90"))
+        config = default(spec.problem(axis), target("sm_90"), "tf32x3")  # which has any number of warps
         assert config is not None
         configs[axis] = dataclasses.replace(config, warps=warps, **more)
     return Candidate(spec, configs)
