@@ -9,26 +9,32 @@ from dataclasses import replace
 import pytest
 
 from codegen.render import Source, render
-from codegen.sequence import default
+from codegen.sequence import SequencePlan, default
 from codegen.spec import DTYPES, BlockSpec
 from codegen.target import target
 from tuner.emulator import Emulator
 from tuner.verify import Checker, diagnose
 
+SM90 = target("sm_90")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 # Planted fault -> what the source says (a regular expression), what it then says instead, the stage, what must be said of it.
 MUTANTS = {
-    "missing output bias": (r"load_pair\(pair, bias \+ column, column\);", r"pair[0] = pair[1] = 0.0f;", "output bias", "missing"),
+    "missing output bias": (
+        r"load_pair\(biases\[j\], bias \+ column, column\);",
+        r"biases[j][0] = biases[j][1] = 0.0f;",
+        "output bias",
+        "missing",
+    ),
     "missing qkv scale": (r"EXPONENT_SCALE = [^;]*;", r"EXPONENT_SCALE = 1.442695041e+00f;", "scores", "not scaled by 1/sqrt(head_dim)"),
     "transposed output weight": (
-        r"(from = weight \+ column \* C::DIM \+ ([^;]*);.*?)load_constant\(to, from\);",
+        r"(from = weight \+ column \* C::DIM \+ ([^;]*);.*?)load_here\(to, from\);",
         r"\1for (int i = 0; i < 2; ++i) reinterpret_cast<Element*>(to)[i] = weight[(\2 + i) * C::DIM + column];",
         "output product",
         "transposed weight",
     ),
     "transposed qkv weight": (
-        r"(from = weight \+ row \* C::DIM \+ k;.*?)load_constant\(to, from\);",
+        r"(from = weight \+ row \* C::DIM \+ k;.*?)load_here\(to, from\);",
         r"\1for (int i = 0; i < N * PER_WORD; ++i) "
         r"reinterpret_cast<Element*>(to)[i] = weight[(row / C::DIM * C::DIM + k + i) * C::DIM + row % C::DIM];",
         "QKV product",
@@ -51,8 +57,14 @@ MUTANTS = {
 
 
 def source_for(spec: BlockSpec) -> Source:
-    sm90 = target("sm_90")
-    return render(spec, {axis: config for axis in spec.axes if (config := default(spec.problem(axis), sm90)) is not None})
+    """With several tiles of keys, and q, k and v in shared memory, where the faults are planted."""
+    configs = {}
+    for axis in spec.axes:
+        config = default(spec.problem(axis), SM90, "tf32x3" if spec.dtype == "float32" else None)
+        assert config is not None
+        configs[axis] = replace(config, heads="shared", key_tile=16, norm_lanes=16)
+        assert not SequencePlan(spec.problem(axis), configs[axis]).reasons(SM90)
+    return render(spec, configs)
 
 
 @pytest.mark.parametrize("axis", ["row", "col"])

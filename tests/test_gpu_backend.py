@@ -26,7 +26,7 @@ LIMITS = Limits(compile=2.0, trial=1.0, prepare=20.0, form=2.0, module=10.0)
 def candidate(warps: int, spec: BlockSpec = SPEC, **more) -> Candidate:
     configs = {}
     for axis in spec.axes:
-        config = default(spec.problem(axis), target("sm_90"))
+        config = default(spec.problem(axis), target("sm_90"), "tf32x3")  # which has any number of warps
         assert config is not None
         configs[axis] = dataclasses.replace(config, warps=warps, **more)
     return Candidate(spec, configs)
@@ -100,6 +100,13 @@ def test_compiler_failures_are_outcomes(backend, plan):
 def test_configuration_that_cannot_be_rendered_is_an_outcome(backend):
     (outcome,) = backend.evaluate([Candidate(SPEC, {"row": SequenceConfig()})])
     assert outcome.status == "compile_error" and "cannot be rendered" in outcome.cause
+
+
+def test_same_source_for_another_batch_is_another_trial(backend, plan):
+    other = dataclasses.replace(SPEC, batch=3)
+    assert render(SPEC, candidate(4).configs).digest == render(other, candidate(4, other).configs).digest
+    list(backend.evaluate([candidate(4), candidate(4, other)]))
+    assert plan.ran() == [4, 4]
 
 
 def test_same_source_is_never_run_twice(backend, plan):

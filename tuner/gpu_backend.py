@@ -103,7 +103,7 @@ class GpuBackend:
         self._gpu = Worker(worker, gpu.uuid, seed, tolerance, env=gpu.environment)
         self._prepared: set[tuple[int, BlockSpec]] = set()
         self._compiling: dict[str, Future[Compiled]] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[tuple[BlockSpec, str], Outcome] = {}
         self._forms: dict[BlockSpec, Forms] = {}
 
     # Backend
@@ -217,9 +217,10 @@ class GpuBackend:
         candidate, source = pending.candidate, pending.source
         if source is None or pending.compiled is None:
             return Outcome(candidate, "compile_error", pending.cause)
-        if source.digest not in self._outcomes:
-            self._outcomes[source.digest] = self._evaluate(candidate, source, pending.compiled)
-        return replace(self._outcomes[source.digest], candidate=candidate)
+        of = candidate.spec, source.digest  # the same source serves any batch, in another time
+        if of not in self._outcomes:
+            self._outcomes[of] = self._evaluate(candidate, source, pending.compiled)
+        return replace(self._outcomes[of], candidate=candidate)
 
     def _evaluate(self, candidate: Candidate, source: Source, compiling: Future[Compiled]) -> Outcome:
         try:

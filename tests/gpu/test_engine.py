@@ -44,7 +44,7 @@ def backend(card: Gpu) -> Iterator[GpuBackend]:
 def candidate(backend: GpuBackend, spec: BlockSpec, **more: object) -> Candidate:
     configs: dict[str, SequenceConfig] = {}
     for axis in spec.axes:
-        config = default(spec.problem(axis), backend.target)
+        config = default(spec.problem(axis), backend.target, more.get("math"))  # type: ignore[arg-type]
         assert config is not None
         configs[axis] = dataclasses.replace(config, **more)  # type: ignore[arg-type]
     return Candidate(spec, configs)
@@ -52,7 +52,7 @@ def candidate(backend: GpuBackend, spec: BlockSpec, **more: object) -> Candidate
 
 def rows(backend: GpuBackend) -> tuple[Candidate, Source]:
     """The right kernel that faults are planted in or behind."""
-    one = candidate(backend, ROWS)
+    one = candidate(backend, ROWS, math="tf32x3")
     return one, render(ROWS, one.configs)
 
 
@@ -163,7 +163,7 @@ def test_launches_that_cannot_be_are_outcomes(backend):
 
 
 @pytest.mark.parametrize("axes", [("row",), ("col",), ("row", "col")])
-@pytest.mark.parametrize("math_name", ["tf32x3", "ffma"])
+@pytest.mark.parametrize("math_name", ["fp16x3", "tf32x3", "ffma"])
 def test_right_kernels_hold_the_tolerance(backend, axes, math_name):
     spec = dataclasses.replace(SPEC, axes=axes)
     configs = {axis: default(spec.problem(axis), backend.target, math=math_name) for axis in axes}
@@ -201,7 +201,7 @@ def test_a_known_time_is_measured(backend):
 
 
 def test_finalists_in_turns_agree_with_themselves(backend):
-    same, other = candidate(backend, SPEC), candidate(backend, SPEC, warps=4)
+    same, other = candidate(backend, SPEC), candidate(backend, SPEC, norm_lanes=4)
     first, second, third = backend.measure_again([same, other, same], rounds=10)
     assert math.isclose(first.device, third.device, rel_tol=0.05)
     assert second.device > 0 and first.samples == 100
