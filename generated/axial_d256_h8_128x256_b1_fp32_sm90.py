@@ -5,26 +5,28 @@ axis. Tuned for batch 1; any batch is computed. The fp16x3 arithmetic keeps oper
 values: one beyond 65504 becomes infinite, and what is below 1e-11 is lost.
 
 Configuration:
-    row: family staged, math fp16x3, qkv_warp_rows 4, qkv_warp_columns 4, qkv_down 1, qkv_across 4, qkv_sum_tile 32,
-         qkv_stages 2, qkv_parts 1, qkv_blocks 1, attn_warps 4, attn_key_tile 64, attn_stages 3, attn_blocks 1,
-         out_warp_rows 4, out_warp_columns 4, out_down 1, out_across 4, out_sum_tile 32, out_stages 3,
-         out_parts 1, out_blocks 1
-    col: family staged, math fp16x3, qkv_warp_rows 4, qkv_warp_columns 4, qkv_down 1, qkv_across 4, qkv_sum_tile 32,
-         qkv_stages 2, qkv_parts 1, qkv_blocks 1, attn_warps 4, attn_key_tile 64, attn_stages 3, attn_blocks 1,
-         out_warp_rows 4, out_warp_columns 4, out_down 1, out_across 4, out_sum_tile 32, out_stages 3,
-         out_parts 1, out_blocks 1
+    row: family staged, math fp16x3, qkv_engine wgmma, out_engine wgmma, qkv_warp_rows 1, qkv_warp_columns 16, qkv_down
+         8, qkv_across 1, qkv_sum_tile 64, qkv_stages 3, qkv_parts 1, qkv_blocks 1, attn_warps 4, attn_rows 2,
+         attn_key_tile 16, attn_stages 1, attn_sums add, attn_polynomial 0, attn_blocks 3, out_warp_rows 1,
+         out_warp_columns 16, out_down 8, out_across 1, out_sum_tile 64, out_stages 3, out_parts 1, out_blocks
+         1
+    col: family staged, math fp16x3, qkv_engine wgmma, out_engine wgmma, qkv_warp_rows 1, qkv_warp_columns 16, qkv_down
+         8, qkv_across 1, qkv_sum_tile 64, qkv_stages 3, qkv_parts 1, qkv_blocks 1, attn_warps 4, attn_rows 2,
+         attn_key_tile 16, attn_stages 1, attn_sums add, attn_polynomial 0, attn_blocks 3, out_warp_rows 1,
+         out_warp_columns 16, out_down 8, out_across 1, out_sum_tile 64, out_stages 3, out_parts 1, out_blocks
+         1
 
 Measured on NVIDIA H200.
-    device time: 738.62 +- 1.36 us
-    device time, L2 flushed: 743.09 us
-    wall time of a call: 774.60 us
-    PyTorch (torch.compile + SDPA), device time: 1580.57 us
-    PyTorch (torch.compile + SDPA), wall time of a call: 1697.12 us
-    error against float64: 2.2e-06 of the output's scale
-Command: python cli.py tune --dim 256 --heads 8 --height 128 --width 256 --batch 1 --budget 50 --trials 24 --storage
-none --out /tmp/g
-Written 2026-11-29T16:46:39Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
-The default configuration was not verified.
+    device time: 394.70 +- 0.87 us
+    device time, L2 flushed: 399.23 us
+    wall time of a call: 424.70 us
+    default configuration, device time: 395.43 us
+    PyTorch (torch.compile + SDPA), device time: 1600.50 us
+    PyTorch (torch.compile + SDPA), wall time of a call: 1684.95 us
+    error against float64: 2.5e-06 of the output's scale
+Command: python cli.py tune --dim 256 --heads 8 --height 128 --width 256 --batch 1 --budget 40 --storage none
+Written 2026-11-29T23:13:49Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
 kernels are built at the first call with a CUDA tensor, which needs the CUDA toolkit and a C++ compiler; CPU tensors,
@@ -57,62 +59,75 @@ SPEC = {
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "staged", "math": "fp16x3", "qkv_warp_rows": 4, "qkv_warp_columns": 4, "qkv_down": 1, "qkv_across": 4,
-        "qkv_sum_tile": 32, "qkv_stages": 2, "qkv_parts": 1, "qkv_blocks": 1, "attn_warps": 4, "attn_key_tile": 64,
-        "attn_stages": 3, "attn_blocks": 1, "out_warp_rows": 4, "out_warp_columns": 4, "out_down": 1, "out_across": 4,
-        "out_sum_tile": 32, "out_stages": 3, "out_parts": 1, "out_blocks": 1,
+        "family": "staged", "math": "fp16x3", "qkv_engine": "wgmma", "out_engine": "wgmma", "qkv_warp_rows": 1,
+        "qkv_warp_columns": 16, "qkv_down": 8, "qkv_across": 1, "qkv_sum_tile": 64, "qkv_stages": 3, "qkv_parts": 1,
+        "qkv_blocks": 1, "attn_warps": 4, "attn_rows": 2, "attn_key_tile": 16, "attn_stages": 1, "attn_sums": "add",
+        "attn_polynomial": 0, "attn_blocks": 3, "out_warp_rows": 1, "out_warp_columns": 16, "out_down": 8,
+        "out_across": 1, "out_sum_tile": 64, "out_stages": 3, "out_parts": 1, "out_blocks": 1,
     },
     "col": {
-        "family": "staged", "math": "fp16x3", "qkv_warp_rows": 4, "qkv_warp_columns": 4, "qkv_down": 1, "qkv_across": 4,
-        "qkv_sum_tile": 32, "qkv_stages": 2, "qkv_parts": 1, "qkv_blocks": 1, "attn_warps": 4, "attn_key_tile": 64,
-        "attn_stages": 3, "attn_blocks": 1, "out_warp_rows": 4, "out_warp_columns": 4, "out_down": 1, "out_across": 4,
-        "out_sum_tile": 32, "out_stages": 3, "out_parts": 1, "out_blocks": 1,
+        "family": "staged", "math": "fp16x3", "qkv_engine": "wgmma", "out_engine": "wgmma", "qkv_warp_rows": 1,
+        "qkv_warp_columns": 16, "qkv_down": 8, "qkv_across": 1, "qkv_sum_tile": 64, "qkv_stages": 3, "qkv_parts": 1,
+        "qkv_blocks": 1, "attn_warps": 4, "attn_rows": 2, "attn_key_tile": 16, "attn_stages": 1, "attn_sums": "add",
+        "attn_polynomial": 0, "attn_blocks": 3, "out_warp_rows": 1, "out_warp_columns": 16, "out_down": 8,
+        "out_across": 1, "out_sum_tile": 64, "out_stages": 3, "out_parts": 1, "out_blocks": 1,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row_qkv", "axis": "row", "threads": 128, "shared_bytes": 100608, "items_per_block": 4,
+        "name": "axial_row_pack", "axis": "row", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
+        "dependent_launch": False, "arguments": ("qkv_weight", "out_weight", "packed_qkv", "packed_out"),
+        "items": "chunks", "blocks_per_group": 1, "fixed": 32768,
+    },
+    {
+        "name": "axial_row_qkv", "axis": "row", "threads": 256, "shared_bytes": 229400, "items_per_block": 8,
         "dependent_launch": False,
-        "arguments": ("x", "norm_weight", "norm_bias", "qkv_weight", "query", "key", "value"), "items": "row_tiles",
+        "arguments": ("x", "norm_weight", "norm_bias", "packed_qkv", "query", "key", "value"), "items": "row_tiles",
         "blocks_per_group": 1,
     },
     {
-        "name": "axial_row_attention", "axis": "row", "threads": 128, "shared_bytes": 57344, "items_per_block": 1,
-        "dependent_launch": False, "arguments": ("query", "key", "value", "attended"), "items": "sequences",
-        "blocks_per_group": 32,
-    },
-    {
-        "name": "axial_row_out", "axis": "row", "threads": 128, "shared_bytes": 115072, "items_per_block": 4,
-        "dependent_launch": False, "arguments": ("attended", "x", "y", "out_weight", "out_bias"), "items": "row_tiles",
-        "blocks_per_group": 1,
-    },
-    {
-        "name": "axial_col_qkv", "axis": "col", "threads": 128, "shared_bytes": 100608, "items_per_block": 4,
-        "dependent_launch": False,
-        "arguments": ("x", "norm_weight", "norm_bias", "qkv_weight", "query", "key", "value"), "items": "row_tiles",
-        "blocks_per_group": 1,
-    },
-    {
-        "name": "axial_col_attention", "axis": "col", "threads": 128, "shared_bytes": 57344, "items_per_block": 1,
+        "name": "axial_row_attention", "axis": "row", "threads": 128, "shared_bytes": 65536, "items_per_block": 1,
         "dependent_launch": False, "arguments": ("query", "key", "value", "attended"), "items": "sequences",
         "blocks_per_group": 16,
     },
     {
-        "name": "axial_col_out", "axis": "col", "threads": 128, "shared_bytes": 115072, "items_per_block": 4,
-        "dependent_launch": False, "arguments": ("attended", "x", "y", "out_weight", "out_bias"), "items": "row_tiles",
+        "name": "axial_row_out", "axis": "row", "threads": 256, "shared_bytes": 229400, "items_per_block": 8,
+        "dependent_launch": False, "arguments": ("attended", "x", "y", "packed_out", "out_bias"), "items": "row_tiles",
+        "blocks_per_group": 1,
+    },
+    {
+        "name": "axial_col_pack", "axis": "col", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
+        "dependent_launch": False, "arguments": ("qkv_weight", "out_weight", "packed_qkv", "packed_out"),
+        "items": "chunks", "blocks_per_group": 1, "fixed": 32768,
+    },
+    {
+        "name": "axial_col_qkv", "axis": "col", "threads": 256, "shared_bytes": 229400, "items_per_block": 8,
+        "dependent_launch": False,
+        "arguments": ("x", "norm_weight", "norm_bias", "packed_qkv", "query", "key", "value"), "items": "row_tiles",
+        "blocks_per_group": 1,
+    },
+    {
+        "name": "axial_col_attention", "axis": "col", "threads": 128, "shared_bytes": 32768, "items_per_block": 1,
+        "dependent_launch": False, "arguments": ("query", "key", "value", "attended"), "items": "sequences",
+        "blocks_per_group": 8,
+    },
+    {
+        "name": "axial_col_out", "axis": "col", "threads": 256, "shared_bytes": 229400, "items_per_block": 8,
+        "dependent_launch": False, "arguments": ("attended", "x", "y", "packed_out", "out_bias"), "items": "row_tiles",
         "blocks_per_group": 1,
     },
 ]
 SCRATCH = {"query": 8388608, "key": 8388608, "value": 8388608, "attended": 8388608}
+PACKED = {"packed_qkv": 196608, "packed_out": 65536}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --dim 256 --heads 8 --height 128 --width 256 --batch 1 --budget 50 --trials 24 --storage none --out /tmp/g",
-    "date": "2026-11-29T16:46:39Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 738.6200129985809,
-    "spread_us": 1.3600066304206848, "cold_us": 743.0880069732666, "wall_us": 774.6035833354388, "default_us": None,
-    "pytorch_us": 1580.568015575409, "pytorch_wall_us": 1697.1153333334616, "pytorch_form": "torch.compile + SDPA",
-    "kernels_us": None, "kernels_wall_us": None, "predicted_us": None, "error": 2.1822412228712567e-06,
-    "partial": False, "note": "The default configuration was not verified.",
+    "command": "python cli.py tune --dim 256 --heads 8 --height 128 --width 256 --batch 1 --budget 40 --storage none",
+    "date": "2026-11-29T23:13:49Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 394.6959972381592,
+    "spread_us": 0.8699968457221985, "cold_us": 399.23200011253357, "wall_us": 424.7010000000273,
+    "default_us": 395.4320102930069, "pytorch_us": 1600.495994091034, "pytorch_wall_us": 1684.949333335813,
+    "pytorch_form": "torch.compile + SDPA", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
+    "error": 2.4664158004133063e-06, "partial": False, "note": "The default configuration is the fastest.",
 }
 
 CUDA_SOURCE = r'''
@@ -175,6 +190,18 @@ __device__ __forceinline__ float group_max(float value) {
 }
 
 #ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+// N (1, 2 or 4) neighbouring words by a plain load, which stays on its side of a barrier. A load of constants (ld.global.nc) does not: the compiler
+// moves it to its first use, and what was to arrive during another stage is then waited for.
+template <int N>
+__device__ __forceinline__ void load_here(unsigned (&to)[N], const void* from) {
+  if constexpr (N == 4)
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+  else if constexpr (N == 2)
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+  else
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
 
 // c += a b for a 16x8 tile and a sum over 8 (PTX ISA, mma.m16n8k8 with .tf32): a = (g, t), (g+8, t), (g, t+4),
 // (g+8, t+4); b0 = (t, g), b1 = (t+4, g); c = (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). The unit ignores the
@@ -253,6 +280,14 @@ __device__ __forceinline__ void allow_next_kernel() {
 
 #endif
 
+template <int N>
+__device__ __forceinline__ void load_here(float (&to)[N], const float* from) {
+  unsigned words[N];
+  load_here(words, static_cast<const void*>(from));
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = __uint_as_float(words[i]);
+}
+
 // 16-bit types: two values in a word, the first in the low half.
 struct Fp16 {
   unsigned short bits;
@@ -315,6 +350,8 @@ __device__ __forceinline__ void load_some(Word (&to)[N], const Element* from, bo
 template <typename Format, int PARTS>
 struct HalfCore {
   static constexpr float SCALE = 2048.0f;
+  static constexpr int PAGES = PARTS;  // of a tile of operand A
+  static constexpr int STORED_TILES = 2;  // neighbouring column tiles that are stored as operands at once: whole quadruples, without bank conflicts
   static constexpr bool AS_STORED = PARTS == 1 && SAME<Element, Format>;  // weights in memory are operands
 
   struct Words {  // two neighbouring values: rounded, rest
@@ -435,6 +472,18 @@ struct HalfCore {
     }
   }
 
+  // The same for four channels, where operand B is read 4 at a time: a lane's quadruple.
+  template <int F, int STEPS, int PAGE>
+  static __device__ __forceinline__ void store_rows(float* a, int row_tile, int g, int channel, const float (&upper)[4], const float (&lower)[4]) {
+    static_assert(F == 4, "a quadruple holds four neighbouring channels only if they are neighbours of the sum");
+    const Words first = split(upper[0], upper[1]), second = split(lower[0], lower[1]), third = split(upper[2], upper[3]), fourth = split(lower[2], lower[3]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const unsigned words[4] = {first.part[part], second.part[part], third.part[part], fourth.part[part]};
+      store(a + ((row_tile * (STEPS / 2) + channel / 16) * PARTS + part) * PAGE + 4 * (4 * g + channel % 16 / 4), words);
+    }
+  }
+
   // A tile of accumulators into operand A of the next product, for an operand B that is read 2 at a time.
   template <int STEPS>
   static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[4]) {
@@ -521,6 +570,99 @@ struct HalfCore {
     }
     sums.add_to(out);
   }
+
+  // A tile of 16 rows and 16 indices as operand A. Its rows 8 o to 8 o + 7 are also an operand B: of 8 columns, which these rows are.
+  struct Tile {
+    unsigned part[PARTS][4];
+
+    __device__ __forceinline__ void columns(unsigned (&b)[PARTS][2], int octet) const {
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) b[p][0] = part[p][octet], b[p][1] = part[p][2 + octet];
+    }
+  };
+
+  // acc[i][j] += a b, where b is an octet of the rows of `b`.
+  template <int ROWS, int COLUMNS>
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][COLUMNS][4], Sums<ROWS, COLUMNS>& sums, int i, int j, const Tile& a, const Tile& b, int octet) {
+    unsigned columns[PARTS][2];
+    b.columns(columns, octet);
+    sums.multiply(acc, i, j, a.part, columns);
+  }
+
+  // Two neighbouring tiles of accumulators: 16 rows and 16 columns.
+  static __device__ __forceinline__ Tile tile(const float (&left)[4], const float (&right)[4]) {
+    const Words words[4] = {split(left[0], left[1]), split(left[2], left[3]), split(right[0], right[1]), split(right[2], right[3])};
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i] = words[i].part[part];
+    return result;
+  }
+
+  // Two neighbouring tiles of operand B, 16 columns in all, which are then the tile's rows.
+  template <int F>
+  static __device__ __forceinline__ Tile tile(const Operand<F>& upper, const Operand<F>& lower) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+        result.part[part][2 * which] = upper.pair[which].part[part], result.part[part][2 * which + 1] = lower.pair[which].part[part];
+    return result;
+  }
+
+  // The tile whose rows are `from`'s columns, by the warp together.
+  static __device__ __forceinline__ Tile transposed(const Tile& from) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i / 2 + 2 * (i % 2)] = transpose_8x8(from.part[part][i]);
+    return result;
+  }
+
+  // Operand A's tile that starts at `page`; and into it, for column tiles `step` (an even one) and the next.
+  template <int PAGE>
+  static __device__ __forceinline__ Tile load_tile(const float* page, int lane) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) load(result.part[part], page + part * PAGE + 4 * lane);
+    return result;
+  }
+
+  template <int STEPS>
+  static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) store(a + ((row_tile * (STEPS / 2) + step / 2) * PARTS + part) * 128 + 4 * lane, both.part[part]);
+  }
+
+  // The same for two column tiles of keys: for each 8 keys k and k', rounded and then the rests.
+  template <int STEPS>
+  static __device__ __forceinline__ void store_key(float* b, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+    unsigned words[2][PARTS][2];
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) both.columns(words[octet], octet);
+    const unsigned(&quads)[PARTS][4] = reinterpret_cast<const unsigned(&)[PARTS][4]>(words);
+#pragma unroll
+    for (int quad = 0; quad < PARTS; ++quad) store(b + ((row_tile * (STEPS / 2) + step / 2) * PARTS + quad) * 128 + 4 * lane, quads[quad]);
+  }
+
+  // The same for two column tiles of values, transposed within the warp: for each 8 channels the keys' two pairs, rounded and then the rests.
+  template <int STEPS, int STRIDE>
+  static __device__ __forceinline__ void store_value(float* v, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+    unsigned words[2][PARTS][2];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i / 2][part][i % 2] = transpose_8x8(both.part[part][i]);
+    const unsigned(&quads)[PARTS][4] = reinterpret_cast<const unsigned(&)[PARTS][4]>(words);
+#pragma unroll
+    for (int quad = 0; quad < PARTS; ++quad) store(v + ((row_tile * (STEPS / 2) + step / 2) * PARTS + quad) * 128 + 4 * lane, quads[quad]);
+  }
 };
 
 // Asynchronous copies from global to shared memory (PTX ISA, cp.async), of BYTES (4, 8 or 16) each; what is not `real` becomes zeros and
@@ -547,136 +689,528 @@ __device__ __forceinline__ void wait_for_copies() {
 
 #endif
 
+// Hopper's matrix unit (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): the four warps of a warpgroup multiply 64 rows of
+// operand A by 8 TILES columns of operand B, both in shared memory, over 16 indices of the sum. Accumulators are those of mma.m16n8k16
+// tiles side by side, each warp with 16 of the rows.
+//
+// Products are asynchronous: wgmma_fence() comes before the first of a batch, wgmma_commit() after the last; wgmma_wait<N>() returns when all
+// but the N latest batches are done. Until then nobody may touch their accumulators or operands.
+//
+// Operands are K-major with 128-byte swizzle: a row has 64 indices of the sum, 128 bytes; of its eight 16-byte chunks, chunk c of row r lies
+// where chunk c ^ r % 8 would. Eight rows, 1024 bytes, are an atom ("Shared Memory Matrix Layout", "Strides").
+constexpr int SWIZZLED_ROW = 32;  // words of a row
+
+// The word of row `row` that has index `index` (a multiple of 2, in a row of 64), counted from the first row, which starts on 1024 bytes.
+__device__ __forceinline__ int swizzled(int row, int index) { return row * SWIZZLED_ROW + ((index / 8) ^ (row % 8)) * 4 + index % 8 / 2; }
+
+#ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+__device__ __forceinline__ unsigned shared_address(const void* address) { return static_cast<unsigned>(__cvta_generic_to_shared(address)); }
+
+__device__ __forceinline__ void wgmma_fp16(float (&d)[16][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
+        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
+        "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int GROUPS>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
+
+// The compiler sees no use of accumulators before a wait as a use of what is waited for: this is one.
+template <int TILES>
+__device__ __forceinline__ void keep_in_registers(float (&d)[TILES][4]) {
+#pragma unroll
+  for (int j = 0; j < TILES; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(d[j][i])::"memory");
+}
+
+// What this thread has written to shared memory becomes visible to the matrix unit and the copy engine, behind the next barrier
+// (PTX ISA, "Async proxy").
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barriers in shared memory (PTX ISA, mbarrier), two words each: a phase ends when the copy that was started for it has arrived.
+// publish_barriers() follows the initialisation and precedes a barrier of the block.
+__device__ __forceinline__ void init_barrier(float* barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory"); }
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// One thread starts a copy of `bytes` (a multiple of 16) from global memory, both on 16 bytes (PTX ISA, cp.async.bulk).
+__device__ __forceinline__ void start_bulk_copy(float* to, const float* from, int bytes, float* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+               "r"(shared_address(barrier))
+               : "memory");
+}
+
+// Waits for the phase of that parity: the first one is 0.
+__device__ __forceinline__ void wait_for_bulk_copy(float* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra done;\n"
+      "bra again;\n"
+      "done:\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+#endif
+
+// A K-major operand from `tile` on: start address, no leading offset, 1024 bytes from eight rows to the next, 128-byte swizzle
+// ("Matrix Descriptor Format"). Adding 2 to it goes on by 16 indices of the sum within the row.
+__device__ __forceinline__ unsigned long long matrix_descriptor(const float* tile) {
+  return (shared_address(tile) & 0x3ffffu) >> 4 | (1024ull >> 4) << 32 | 1ull << 62;
+}
+
+template <int TILES>
+__device__ __forceinline__ void wgmma(Fp16, float (&d)[TILES][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  wgmma_fp16(d, a, b, accumulate);
+}
+
+// Scratch buffers hold fragments: words, whatever the elements are.
+__device__ __forceinline__ float* words(Element* buffer) { return reinterpret_cast<float*>(buffer); }
+__device__ __forceinline__ const float* words(const Element* buffer) { return reinterpret_cast<const float*>(buffer); }
+
+#ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+// c = a b + from, for operands as mma_m16n8k16_fp16 has them: `from` stays, which spares its copies.
+__device__ __forceinline__ void mma_from_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&from)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]));
+}
+
+__device__ __forceinline__ void mma_from_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&from)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]));
+}
+
+#endif
+
+template <typename Format>
+struct StreamFormat;
+template <>
+struct StreamFormat<Fp16> {
+  static constexpr unsigned ONES = 0x3c003c00u;
+
+  static __device__ __forceinline__ void mma_from(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&start)[4]) {
+    mma_from_fp16(c, a, b0, b1, start);
+  }
+};
+template <>
+struct StreamFormat<Bf16> {
+  static constexpr unsigned ONES = 0x3f803f80u;
+
+  static __device__ __forceinline__ void mma_from(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&start)[4]) {
+    mma_from_bf16(c, a, b0, b1, start);
+  }
+};
+
+// The attention's products on the tensor cores in 16-bit types (see HalfCore for the fragments), for ROWS row tiles of a warp at once, which
+// share what is read of keys and values. Queries stay in registers; weights become operand A in the lanes that hold their scores.
+template <typename Format, int PARTS>
+struct HalfStream {
+  using Math = HalfCore<Format, PARTS>;
+
+  // A row tile of one head, in registers.
+  template <int STEPS>
+  struct HeldQuery {
+    static constexpr bool HELD = true;
+    unsigned quad[STEPS / 2][PARTS][4];
+
+    __device__ __forceinline__ void take(const float* from, int lane) {
+#pragma unroll
+      for (int step = 0; step < STEPS / 2; ++step) fetch(quad[step], from, step, lane);
+    }
+
+    __device__ __forceinline__ void get(unsigned (&to)[PARTS][4], int step) const {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int word = 0; word < 4; ++word) to[part][word] = quad[step][part][word];
+    }
+  };
+
+  // The same in memory: too many registers.
+  template <int STEPS>
+  struct ReadQuery {
+    static constexpr bool HELD = false;
+    const float* pages;
+
+    __device__ __forceinline__ void take(const float* from, int) { pages = from; }
+    __device__ __forceinline__ void get(unsigned (&to)[PARTS][4], int step) const { fetch(to, pages, step, threadIdx.x % 32); }
+  };
+
+  static __device__ __forceinline__ void fetch(unsigned (&to)[PARTS][4], const float* from, int step, int lane) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) load(to[part], from + (step * PARTS + part) * 128 + 4 * lane);
+  }
+
+  // Scores of KEYS * 8 keys, which come on top of what `start` has for the lane's rows of a tile: that costs nothing, because the
+  // accumulators have to start with something.
+  template <int STEPS, typename Query, int ROWS, int KEYS>
+  static __device__ __forceinline__ void scores(float (&p)[ROWS][KEYS][4], const Query (&query)[ROWS], const float (&start)[ROWS][4], const float* key, int lane) {
+    constexpr int AT_ONCE = Query::HELD ? 2 : KEYS;  // tiles of 8 keys for which a page of the query is fetched
+#pragma unroll
+    for (int first = 0; first < KEYS; first += AT_ONCE) {
+      float rest[ROWS][AT_ONCE][4] = {};  // SCALE times too large
+#pragma unroll
+      for (int step = 0; step < STEPS / 2; ++step) {
+        unsigned a[ROWS][PARTS][4];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) query[i].get(a[i], step);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j += 2) {
+          unsigned b[2][PARTS][2];
+#pragma unroll
+          for (int part = 0; part < PARTS; ++part)
+            load(reinterpret_cast<unsigned(&)[PARTS][4]>(b)[part], key + (((first + j) / 2 * (STEPS / 2) + step) * PARTS + part) * 128 + 4 * lane);
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int next = 0; next < 2; ++next) {
+              if constexpr (PARTS == 2) {
+                Format::mma(rest[i][j + next], a[i][1], b[next][0][0], b[next][0][1]);
+                Format::mma(rest[i][j + next], a[i][0], b[next][1][0], b[next][1][1]);
+              }
+              if (step == 0)
+                StreamFormat<Format>::mma_from(p[i][first + j + next], a[i][0], b[next][0][0], b[next][0][1], start[i]);
+              else
+                Format::mma(p[i][first + j + next], a[i][0], b[next][0][0], b[next][0][1]);
+            }
+        }
+      }
+      if constexpr (PARTS == 2) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+          for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) p[i][first + j][c] = fmaf(rest[i][j][c], 1.0f / Math::SCALE, p[i][first + j][c]);
+      }
+    }
+  }
+
+  // Weights as operand A. Their rests are kept as they are, not SCALE times as large: the largest weight of a row is far from
+  // the smallest numbers of the type, and what an absolute error of 2^-25 is to the row's sum matters, not what it is to the weight.
+  template <int ROWS, int KEYS>
+  struct Weights {
+    unsigned quad[ROWS][KEYS / 2][PARTS][4];
+
+    __device__ __forceinline__ void take(const float (&p)[ROWS][KEYS][4]) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float first = p[i][j][2 * half], second = p[i][j][2 * half + 1];
+            unsigned(&to)[PARTS][4] = quad[i][j / 2];
+            to[0][j % 2 * 2 + half] = Format::pack(first, second);
+            if constexpr (PARTS == 2) {
+              const float2 rounded = Format::unpack(to[0][j % 2 * 2 + half]);
+              to[1][j % 2 * 2 + half] = Format::pack(first - rounded.x, second - rounded.y);
+            }
+          }
+    }
+
+    // Whether a weight may be 2 or more: then the top bit of its exponent is set.
+    __device__ __forceinline__ bool reach_two() const {
+      unsigned bits = 0;
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int pair = 0; pair < KEYS / 2; ++pair)
+#pragma unroll
+          for (int word = 0; word < 4; ++word) bits |= quad[i][pair][0][word];
+      return (bits & 0x40004000u) != 0;
+    }
+  };
+
+  // Sums of values times weights, and of weights, for ROWS row tiles.
+  template <int STEPS, int STRIDE, int ROWS>
+  struct Sums {
+    float out[ROWS][STEPS][4] = {};
+    float rest[PARTS == 2 ? ROWS : 1][PARTS == 2 ? STEPS : 1][4] = {};  // of values with a rest, SCALE times too large
+
+    template <int KEYS>
+    __device__ __forceinline__ void add(const Weights<ROWS, KEYS>& weights, const float* value, int lane) {
+#pragma unroll
+      for (int pair = 0; pair < KEYS / 2; ++pair)
+#pragma unroll
+        for (int j = 0; j < STEPS; j += 3 - PARTS) {
+          unsigned b[3 - PARTS][PARTS][2];
+          load(reinterpret_cast<unsigned(&)[4]>(b), value + (pair * STEPS + j) / (3 - PARTS) * 128 + 4 * lane);
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int next = 0; next < 3 - PARTS; ++next) {
+              const unsigned(&a)[PARTS][4] = weights.quad[i][pair];
+              if constexpr (PARTS == 2) {
+                Format::mma(rest[i][j], a[0], b[0][1][0], b[0][1][1]);
+                Format::mma(out[i][j], a[1], b[0][0][0], b[0][0][1]);
+              }
+              Format::mma(out[i][j + next], a[0], b[next][0][0], b[next][0][1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void rescale(int i, int half, float factor) {
+#pragma unroll
+      for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+        for (int c = 2 * half; c < 2 * half + 2; ++c) {
+          out[i][j][c] *= factor;
+          if constexpr (PARTS == 2) rest[i][j][c] *= factor;
+        }
+    }
+
+    __device__ __forceinline__ float result(int i, int j, int c) const {
+      return PARTS == 2 ? fmaf(rest[PARTS == 2 ? i : 0][PARTS == 2 ? j : 0][c], 1.0f / Math::SCALE, out[i][j][c]) : out[i][j][c];
+    }
+  };
+
+  // Adds the weights of each row with the same unit: a column of ones.
+  template <int ROWS, int KEYS>
+  static __device__ __forceinline__ void add_rows(float (&sum)[ROWS][4], const Weights<ROWS, KEYS>& weights) {
+    constexpr unsigned ONES = StreamFormat<Format>::ONES;
+#pragma unroll
+    for (int pair = 0; pair < KEYS / 2; ++pair)
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) Format::mma(sum[i], weights.quad[i][pair][0], ONES, ONES);
+  }
+};
+
 // Elements of tensors are read and written here and by copy_async alone.
-// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are left as they are.
+// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
 template <int DIM, int N>
-__device__ __forceinline__ void load_channels(float (&to)[N], const float* from, int channel) {
+__device__ __forceinline__ void load_channels(float (&to)[N], const Element* from, int channel) {
   if constexpr (DIM % N == 0) {
     if (channel < DIM) load(to, from + channel);
   } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (channel + i < DIM) to[i] = from[channel + i];
+    load_some<false>(to, from + channel, true, channel, DIM);
   }
 }
 
 template <int DIM, int N>
-__device__ __forceinline__ void store_channels(float* to, int channel, const float (&values)[N]) {
+__device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
   if constexpr (DIM % N == 0) {
     if (channel < DIM) store(to + channel, values);
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (channel + i < DIM) to[channel + i] = values[i];
+      if (channel + i < DIM) put(to + channel + i, values[i]);
   }
 }
 
-// A tiled product of rows with weights. P states it: a block has ROW_TILES * 16 rows and turns over column tiles of COLUMNS, of which the
-// PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE. Operand A stays in shared memory for all of the
-// sum, as fragments in the order [tile of the sum][row tile][page]. The weights stream through STAGES buffers by asynchronous copies,
-// across column tiles without a break. A buffer is planes of PLANE neighbouring indices of the sum, the row of each column
-// COLUMN_STRIDE floats from the one before, so that neither copies nor operand loads have bank conflicts.
+// The column of the result that is accumulated as `column`: a lane has two columns of each column tile, and of RUN / 2 tiles these are
+// neighbours.
+template <int RUN>
+__device__ __forceinline__ int result_column(int column) {
+  constexpr int TILES = RUN / 2;
+  return column / (8 * TILES) * (8 * TILES) + column % 8 / 2 * RUN + column / 8 % TILES * 2 + column % 2;
+}
+
+// The tiled product on Hopper's matrix unit. P states it: a block has ROW_TILES * 16 rows, four of these tiles a warpgroup, and turns over
+// column tiles of COLUMNS, of which the PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE, one swizzled
+// row of 64 indices. Operand A stays in shared memory for all of the sum, in the order [rounded, rest][tile of the sum][row]. The weights
+// come as kernel 0 has packed them: what a step needs is one piece, brought into one of STAGES buffers by one bulk copy.
+template <typename Math>
+struct HalfFormat;
+template <typename F, int N>
+struct HalfFormat<HalfCore<F, N>> {
+  using Format = F;
+  static constexpr int OPERANDS = N;  // 1, or 2 with the rests
+};
+
 template <typename P>
-struct TiledProduct {
+struct WarpgroupProduct {
   using Math = typename P::Math;
-  static constexpr int F = P::FRAGMENT, PLANE = 4 * F, WARP_COLUMNS = 8 * P::WARP_COLUMN_TILES;
+  using Format = typename HalfFormat<Math>::Format;
+  static constexpr int OPERANDS = HalfFormat<Math>::OPERANDS, TILES = P::WARP_COLUMN_TILES, ROWS = 16 * P::ROW_TILES;
   static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
+  static constexpr int A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = SUM_TILES * A_TILE, B_OPERAND = P::COLUMNS * SWIZZLED_ROW;
 
-  // A tile of the weights into a buffer. P::weight(weight, column, k) is where that column's weights from index k on lie, or null for zeros.
-  static __device__ __forceinline__ void copy_weights(float* to, const float* __restrict__ weight, int column_tile, int sum_tile) {
-    constexpr int V = P::COPY, ACROSS = P::SUM_TILE / V, COPIES = P::COLUMNS * ACROSS;
-#pragma unroll 4
-    for (int turn = 0; turn < ceil_div(COPIES, P::THREADS); ++turn) {
-      const int copy = threadIdx.x + turn * P::THREADS, column = copy / ACROSS, k = copy % ACROSS * V;
-      if (COPIES % P::THREADS != 0 && copy >= COPIES) break;
-      const float* from = P::weight(weight, column_tile * P::COLUMNS + column, sum_tile * P::SUM_TILE + k);
-      copy_async<4 * V>(to + k / PLANE * P::PLANE_STRIDE + column * P::COLUMN_STRIDE + k % PLANE, from ? from : weight, from != nullptr);
-    }
-  }
-
-  // Starts the copies of one step: prepare(sum_tile) adds those of operand A.
-  template <typename Prepare>
-  static __device__ __forceinline__ void start(float* buffers, const float* __restrict__ weight, int step, int steps, int part, Prepare prepare) {
-    if (step < steps) {
-      if (step < SUM_TILES) prepare(step);
-      copy_weights(buffers + step % P::STAGES * P::B_TILE, weight, part + step / SUM_TILES * P::PARTS, step % SUM_TILES);
-    }
-    commit_copies();
-  }
-
-  // prepare(sum_tile) starts the copies of a tile of operand A (once each); fill() writes what is not copied; store(row_tile, column, acc)
-  // takes a warp's result: the first of its row tiles and of its columns.
-  template <typename Prepare, typename Fill, typename Store>
-  static __device__ __forceinline__ void run(float* a, float* buffers, const float* __restrict__ weight, int part, Prepare prepare, Fill fill, Store store_result) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first_row_tile = warp / P::WARPS_ACROSS * P::WARP_ROW_TILES, first_column = warp % P::WARPS_ACROSS * WARP_COLUMNS;
-    const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
+  // N neighbouring indices from `index` on of a row, into operand A.
+  template <int N>
+  static __device__ __forceinline__ void store_row(float* a, int row, int index, const float (&values)[N]) {
+    unsigned words[OPERANDS][N / 2];
 #pragma unroll
-    for (int step = 0; step < P::STAGES - 1; ++step) start(buffers, weight, step, steps, part, prepare);
-    fill();
+    for (int i = 0; i < N; i += 2) {
+      const typename Math::Words split = Math::split(values[i], values[i + 1]);
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) words[which][i / 2] = split.part[which];
+    }
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / P::SUM_TILE * A_TILE + swizzled(row, index % P::SUM_TILE), words[which]);
+  }
+
+  static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {
+    const int stage = step % P::STAGES, tile = (part + step / SUM_TILES * P::PARTS) * SUM_TILES + step % SUM_TILES;
+    start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);
+  }
+
+  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns.
+  template <typename Fill, typename Store>
+  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Store store_result) {
+    const int row_tile = threadIdx.x / 32, warpgroup = row_tile / 4;
+    const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < P::STAGES; ++stage) init_barrier(shared + P::BARRIERS + 2 * stage);
+      publish_barriers();
+      for (int step = 0; step < min(P::STAGES, steps); ++step) start(shared, packed, step, part);
+    }
+    fill(shared);
+    fence_async_proxy();
+    __syncthreads();  // operand A and the barriers are there for all
     int step = 0;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
-      float acc[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4] = {};
-      typename Math::template Sums<P::WARP_ROW_TILES, P::WARP_COLUMN_TILES> sums;
+      float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
-        wait_for_copies<P::STAGES - 2>();
-        __syncthreads();  // the step's operands are there for all, and the buffer of the step before is free
-        start(buffers, weight, step + P::STAGES - 1, steps, part, prepare);
-        const float* b = buffers + step % P::STAGES * P::B_TILE + first_column * P::COLUMN_STRIDE;
-        const auto load_b = [&](int tile, int column, int k, float(&to)[F]) {
-          load(to, b + k / PLANE * P::PLANE_STRIDE + (8 * tile + column) * P::COLUMN_STRIDE + k % PLANE);
-        };
-        Math::template add_product<P::SUM_TILE, F, P::PAGE>(acc, sums, a + sum_tile * P::A_TILE + first_row_tile * (P::SUM_TILE / 8) * P::PAGE, lane,
-                                                            [&](int j, int at) { return Math::pack(Math::template read<F>(j, at, lane, load_b)); });
+        const int stage = step % P::STAGES;
+        const unsigned long long a = matrix_descriptor(shared + sum_tile * A_TILE + warpgroup * (64 * SWIZZLED_ROW));
+        const unsigned long long b = matrix_descriptor(shared + P::BUFFERS + stage * P::B_TILE);
+        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, step / P::STAGES % 2);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < P::SUM_TILE / 16; ++k) {
+          const bool accumulate = sum_tile > 0 || k > 0;
+          if constexpr (OPERANDS == 2) {
+            wgmma(Format{}, rest, a + A_OPERAND / 4 + 2 * k, b + 2 * k, accumulate);
+            wgmma(Format{}, rest, a + 2 * k, b + B_OPERAND / 4 + 2 * k, true);
+          }
+          wgmma(Format{}, acc, a + 2 * k, b + 2 * k, accumulate);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        __syncthreads();  // the step before is done for all, and its buffer is free
+        if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, packed, step - 1 + P::STAGES, part);
       }
-      sums.add_to(acc);
-      store_result(first_row_tile, (part + turn * P::PARTS) * P::COLUMNS + first_column, acc);
+      wgmma_wait<0>();
+      keep_in_registers(acc);
+      if constexpr (OPERANDS == 2) {
+        keep_in_registers(rest);
+#pragma unroll
+        for (int j = 0; j < TILES; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
+      }
+      store_result(row_tile, (part + turn * P::PARTS) * P::COLUMNS, acc);
     }
+  }
+
+  // Kernel 0: eight neighbouring weights of a column, number `chunk` of them all, to where a bulk copy takes them from: tiles of the columns
+  // and in them of the sum, each as a buffer holds it. Weights are split here, once for all blocks.
+  static __device__ __forceinline__ void pack(const Element* __restrict__ weight, float* packed, int chunk) {
+    const int k = chunk % 8 * 8, column = chunk / 8 % P::COLUMNS, tile = chunk / 8 / P::COLUMNS;
+    const int row = tile / SUM_TILES * P::COLUMNS + result_column<P::RUN>(column), index = tile % SUM_TILES * P::SUM_TILE + k;
+    float values[8] = {};
+    constexpr int N = P::COPY;
+#pragma unroll
+    for (int i = 0; i < 8; i += N) {
+      const Element* from = P::weight(weight, row, index + i);
+      if (from == nullptr) continue;
+      if constexpr (N >= PER_WORD) {
+        load(reinterpret_cast<float(&)[N]>(values[i]), from);
+      } else {
+        float two[2] = {};
+        load_some<true>(two, from, true, 0, 1);
+        values[i] = two[0];
+      }
+    }
+    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled(column, k);
+    unsigned words[OPERANDS][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const typename Math::Words split = Math::split(values[2 * i], values[2 * i + 1]);
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) words[which][i] = split.part[which];
+    }
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) store(to + which * B_OPERAND, words[which]);
   }
 };
 
-// Operand A of the QKV product: the block's tokens, normalised (LayerNorm with the biased variance), all channels of them, as fragments in
-// the order [tile of the sum][row tile][page]. A warp takes tokens g and g+8 of a row tile at a time and keeps them in registers between
-// mean and variance. Tokens past a sequence's end, row tiles past the last one and channels past DIM become zeros.
+// Channels of a token that a lane loads at once.
 template <typename C>
-__device__ __forceinline__ void normalise_rows(const float* x, const float* __restrict__ weight, const float* __restrict__ bias, int first_tile, int row_tiles, float* a) {
+constexpr int NORM_VEC = C::DIM % 4 == 0 ? 4 : 2;
+
+// The block's tokens, normalised (LayerNorm with the biased variance), all channels of them. A warp takes PAIRS times tokens g and g+8 of a
+// row tile at a time and keeps them in registers between mean and variance; store(row_tile, g, channel, upper, lower) takes NORM_VEC
+// channels of such a pair. Tokens past a sequence's end, row tiles past the last one and channels past DIM become zeros.
+template <typename C, int PAIRS, typename Store>
+__device__ __forceinline__ void normalise_rows(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, Store store_pair) {
   using P = typename C::Qkv;
-  constexpr int VEC = C::DIM % 4 == 0 ? 4 : 2, STEPS = ceil_div(P::SUM, 32 * VEC), PAIRS = 8 * P::ROW_TILES, WARPS = P::THREADS / 32;
+  constexpr int VEC = NORM_VEC<C>, STEPS = ceil_div(P::SUM, 32 * VEC), TURNS = 8 * P::ROW_TILES / PAIRS, WARPS = P::THREADS / 32, ROWS = 2 * PAIRS;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int pair = warp; pair < PAIRS; pair += WARPS) {
-    const int row_tile = pair / 8, g = pair % 8, tile = first_tile + row_tile;
+  for (int turn = warp; turn < TURNS; turn += WARPS) {
+    const int row_tile = turn * PAIRS / 8, g = turn * PAIRS % 8, tile = first_tile + row_tile;
     const int sequence = tile / C::TILES;
-    float values[2][STEPS][VEC] = {}, mean[2], inverse[2];
-    bool real[2];
+    float values[ROWS][STEPS][VEC] = {}, mean[ROWS], inverse[ROWS];
+    bool real[ROWS];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = tile % C::TILES * 16 + 8 * half + g;
-      real[half] = tile < row_tiles && token < C::LENGTH;
-      if (real[half]) {
-        const float* from = x + C::offset(sequence, token);
+    for (int row = 0; row < ROWS; ++row) {
+      const int token = tile % C::TILES * 16 + 8 * (row % 2) + g + row / 2;
+      real[row] = tile < row_tiles && token < C::LENGTH;
+      if (real[row]) {
+        const Element* from = x + C::offset(sequence, token);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) load_channels<C::DIM>(values[half][step], from, (step * 32 + lane) * VEC);
+        for (int step = 0; step < STEPS; ++step) load_channels<C::DIM>(values[row][step], from, (step * 32 + lane) * VEC);
       }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int row = 0; row < ROWS; ++row) {
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += values[half][step][i];
-      mean[half] = group_sum<32>(sum) * (1.0f / C::DIM);
+        for (int i = 0; i < VEC; ++i) sum += values[row][step][i];
+      mean[row] = group_sum<32>(sum) * (1.0f / C::DIM);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float centred = values[half][step][i] - mean[half];
+          const float centred = values[row][step][i] - mean[row];
           if ((step * 32 + lane) * VEC + i < C::DIM) squares += centred * centred;
         }
-      inverse[half] = rsqrtf(group_sum<32>(squares) * (1.0f / C::DIM) + C::EPSILON);
+      inverse[row] = rsqrtf(group_sum<32>(squares) * (1.0f / C::DIM) + C::EPSILON);
     }
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
@@ -685,18 +1219,50 @@ __device__ __forceinline__ void normalise_rows(const float* x, const float* __re
       float gain[VEC] = {}, shift[VEC] = {};
       load_channels<C::DIM>(gain, weight, channel), load_channels<C::DIM>(shift, bias, channel);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int row = 0; row < ROWS; ++row)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float normed = fmaf((values[half][step][i] - mean[half]) * inverse[half], gain[i], shift[i]);
-          values[half][step][i] = real[half] && channel + i < C::DIM ? normed : 0.0f;
+          const float normed = fmaf((values[row][step][i] - mean[row]) * inverse[row], gain[i], shift[i]);
+          values[row][step][i] = real[row] && channel + i < C::DIM ? normed : 0.0f;
         }
-      float* to = a + channel / P::SUM_TILE * P::A_TILE;
 #pragma unroll
-      for (int i = 0; i < VEC; i += 2) {
-        const float upper[2] = {values[0][step][i], values[0][step][i + 1]}, lower[2] = {values[1][step][i], values[1][step][i + 1]};
-        C::Math::template store_rows<P::FRAGMENT, P::SUM_TILE / 8, P::PAGE>(to, row_tile, g, channel % P::SUM_TILE + i, upper, lower);
-      }
+      for (int pair = 0; pair < PAIRS; ++pair) store_pair(row_tile, g + pair, channel, values[2 * pair][step], values[2 * pair + 1][step]);
+    }
+  }
+}
+
+// TILES neighbouring column tiles of a row tile's q, k and v, the first of which is number `step` of them all, into scratch; q times
+// EXPONENT_SCALE, so that scores are exponents as they come.
+template <typename C, int TILES>
+__device__ __forceinline__ void store_fragments(float* query, float* key, float* value, int tile, int step, int lane, const float (&acc)[TILES][4]) {
+  using Math = typename C::Math;
+  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8, TOGETHER = TILES % Math::STORED_TILES == 0 ? Math::STORED_TILES : 1;
+  const int sequence = tile / C::TILES;
+#pragma unroll
+  for (int j = 0; j < TILES; j += TOGETHER) {
+    const int which = (step + j) / INNER_STEPS, within = (step + j) % INNER_STEPS;
+    if (step + j >= 3 * INNER_STEPS) break;
+    const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * C::ROW_TILE;
+    const float scale = which == 0 ? C::EXPONENT_SCALE : 1.0f;
+    float values[TOGETHER][4];
+#pragma unroll
+    for (int t = 0; t < TOGETHER; ++t)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) values[t][c] = acc[j + t][c] * scale;
+    if constexpr (TOGETHER == Math::STORED_TILES) {
+      if (which == 0)
+        Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, values);
+      else if (which == 1)
+        Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, values);
+      else
+        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, values);
+    } else {
+      if (which == 0)
+        Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, values[0]);
+      else if (which == 1)
+        Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, values[0]);
+      else
+        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, values[0]);
     }
   }
 }
@@ -704,212 +1270,347 @@ __device__ __forceinline__ void normalise_rows(const float* x, const float* __re
 // Kernel 1: LayerNorm and the QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
 // [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece.
 template <typename C>
-__device__ __forceinline__ void qkv(const float* x, const float* __restrict__ norm_weight, const float* __restrict__ norm_bias,
-                                    const float* __restrict__ qkv_weight, float* query, float* key, float* value, int row_tiles, float* shared) {
+__device__ __forceinline__ void warpgroup_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const float* packed,
+                                              float* query, float* key, float* value, int row_tiles, float* shared) {
   using P = typename C::Qkv;
-  using Math = typename C::Math;
-  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8;
+  using Product = WarpgroupProduct<P>;
+  constexpr int VEC = NORM_VEC<C>;
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
-  TiledProduct<P>::run(
-      shared, shared + P::BUFFERS, qkv_weight, part, [](int) {},
-      [&]() { normalise_rows<C>(x, norm_weight, norm_bias, first_tile, row_tiles, shared); },
-      [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
-#pragma unroll
-        for (int i = 0; i < P::WARP_ROW_TILES; ++i) {
-          const int tile = first_tile + row_tile + i, sequence = tile / C::TILES;
-          if (tile >= row_tiles) break;
-#pragma unroll
-          for (int j = 0; j < P::WARP_COLUMN_TILES; ++j) {
-            const int step = column / 8 + j, which = step / INNER_STEPS, within = step % INNER_STEPS;
-            if (step >= 3 * INNER_STEPS) break;
-            const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * (16 * C::PADDED_HEAD_DIM);
-            if (which == 0)
-              Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, acc[i][j]);
-            else if (which == 1)
-              Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, acc[i][j]);
-            else
-              Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, acc[i][j]);
-          }
-        }
+  Product::run(
+      shared, packed, part,
+      [&](float* a) {
+        normalise_rows<C, P::NORM_PAIRS>(x, norm_weight, norm_bias, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
+          Product::store_row(a, 16 * row_tile + g, channel, upper);
+          Product::store_row(a, 16 * row_tile + 8 + g, channel, lower);
+        });
+      },
+      [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
+        const int tile = first_tile + row_tile;
+        if (tile < row_tiles) store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, tile, column / 8, lane, acc);
       });
 }
 
-// Kernel 2: softmax(q k^T / sqrt(HEAD_DIM)) v for WARPS * 16 queries of one sequence and head, 16 a warp, streaming over tiles of keys with
-// a running maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. Tiles of keys and values come
-// through STAGES buffers by asynchronous copies. The result goes to scratch as operand A of kernel 3.
+// Kernel 2: softmax(q k^T / sqrt(HEAD_DIM)) v for WARPS * ROWS * 16 queries of one sequence and head, streaming over tiles of keys (Milakov and
+// Gimelshein 2018), so that no row of scores is ever stored. Tiles of keys and values come through STAGES buffers by asynchronous
+// copies, or all of them lie in one. q comes in units of the exponent (see kernel 1). The result goes to scratch as operand A of kernel 3.
+//
+// The exponent's reference need not be the maximum: a row begins with the reference 0, which serves scores of usual size, and gets the maximum
+// of a tile when the first tile's weights are too small or a later one's grow beyond LIMIT. So the usual tile has no maximum, no
+// correction and no multiplication of what is summed, and the reference is where the scores start from.
 template <typename C>
 struct StreamedAttention {
   using Math = typename C::Math;
   using S = typename C::Streamed;
-  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROW_TILE = 16 * C::PADDED_HEAD_DIM;  // floats of a row tile of one head in scratch
-  static constexpr int KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE), THREADS = 32 * S::WARPS;
-  static constexpr int KEY_FLOATS = S::KEY_TILE / 16 * ROW_TILE, GROUPS = ceil_div(C::TILES, S::WARPS);
+  using Products = typename S::Products;
+  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROW_TILE = C::ROW_TILE, ROWS = S::ROWS, THREADS = 32 * S::WARPS;
+  static constexpr int KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE), GROUPS = ceil_div(C::TILES, S::WARPS * ROWS);
+  static constexpr int SUMS = S::SUMS_BY_PRODUCT ? 4 : 2;  // a lane's, of its two rows
+  static constexpr bool RESIDENT = S::STAGES == 1, EVEN = C::TILES % (S::WARPS * ROWS) == 0;  // EVEN: every warp has all of its row tiles
+  // Tiles of keys that are copied at once. All of a sequence come in up to four copies, so that work begins before the last has come.
+  static constexpr int COPY_STEPS = RESIDENT ? ceil_div(KEY_STEPS, KEY_STEPS >= 16 ? 4 : KEY_STEPS >= 8 ? 2 : 1) : 1;
+  static constexpr int COPIES = ceil_div(KEY_STEPS, COPY_STEPS), COPIED_TILES = COPY_STEPS * (S::KEY_TILE / 16);  // row tiles
+  using Query = typename S::template Query<STEPS>;
+  using Weights = typename Products::template Weights<ROWS, KEYS>;
+  using Sums = typename Products::template Sums<STEPS, S::VALUE_STRIDE, ROWS>;
 
-  // `tiles` row tiles of one head, of which `real` exist, in pieces of COLUMNS floats that are STRIDE apart in shared memory.
+  // COPIED_TILES row tiles of one head, of which `real` exist and there is room for `room`, in pieces of COLUMNS words that are STRIDE apart in shared memory.
   template <int COLUMNS, int STRIDE>
-  static __device__ __forceinline__ void copy_tiles(float* to, const float* from, int tiles, int real) {
-#pragma unroll 4
-    for (int at = 4 * threadIdx.x; at < tiles * ROW_TILE; at += 4 * THREADS) {
-      const bool there = at < real * ROW_TILE;
+  static __device__ __forceinline__ void copy_tiles(float* to, const float* from, int real, int room) {
+    constexpr int WORDS = COPIED_TILES * ROW_TILE, TURNS = ceil_div(WORDS, 4 * THREADS);
+#pragma unroll(TURNS <= 16 ? TURNS : 8)
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int at = 4 * (static_cast<int>(threadIdx.x) + turn * THREADS);
+      if ((WORDS % (4 * THREADS) != 0 && at >= WORDS) || (KEY_STEPS % COPY_STEPS != 0 && at >= room * ROW_TILE)) break;
+      const bool there = C::TILES % COPIED_TILES == 0 || at < real * ROW_TILE;
       copy_async<16>(to + at / COLUMNS * STRIDE + at % COLUMNS, there ? from + at : from, there);
     }
   }
 
-  static __device__ __forceinline__ void start(float* shared, const float* key, const float* value, int step) {
-    if (step < KEY_STEPS) {
-      constexpr int TILES = S::KEY_TILE / 16;
-      float* to = shared + S::BUFFERS + step % S::STAGES * S::BUFFER;
-      const int first = step * TILES, real = min(C::TILES - first, TILES);
-      copy_tiles<ROW_TILE, ROW_TILE>(to, key + first * ROW_TILE, TILES, real);
-      copy_tiles<S::VALUE_COLUMNS, S::VALUE_STRIDE>(to + KEY_FLOATS, value + first * ROW_TILE, TILES, real);
+  static __device__ __forceinline__ void start_copies(float* shared, const float* key, const float* value, int copy) {
+    if (copy < COPIES) {
+      const int first = copy * COPIED_TILES, real = min(C::TILES - first, COPIED_TILES), room = KEY_STEPS * (S::KEY_TILE / 16) - first;
+      float* to = shared + (RESIDENT ? copy * COPY_STEPS * S::KEY_WORDS : copy % S::STAGES * S::BUFFER);
+      copy_tiles<ROW_TILE, ROW_TILE>(to, key + first * ROW_TILE, real, room);
+      to = shared + S::VALUES + (RESIDENT ? copy * COPY_STEPS * S::VALUE_WORDS : copy % S::STAGES * S::BUFFER);
+      copy_tiles<S::VALUE_COLUMNS, S::VALUE_STRIDE>(to, value + first * ROW_TILE, real, room);
     }
     commit_copies();
+  }
+
+  // Waits until no more than `left` of LEFT + 1 copies are under way.
+  template <int LEFT>
+  static __device__ __forceinline__ void wait_until_left(int left) {
+    if constexpr (LEFT > 0) {
+      if (left < LEFT) return wait_until_left<LEFT - 1>(left);
+    }
+    wait_for_copies<LEFT>();
+  }
+
+  // The exponents of the warp's weights for a tile of keys.
+  static __device__ __forceinline__ void exponents(float (&p)[ROWS][KEYS][4], const Query (&query)[ROWS], const float (&start)[ROWS][4], const float* keys,
+                                                   int step, int lane) {
+    Products::template scores<STEPS>(p, query, start, keys, lane);
+    if (C::LENGTH % S::KEY_TILE != 0 && step == KEY_STEPS - 1) {
+#pragma unroll
+      for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (step * S::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) p[row][j][i] = minus_infinity();
+          }
+    }
+  }
+
+  // References of rows from the tile's maximum, so that its largest weight is 2^-HEADROOM; those of rows that have been summed do not fall.
+  static __device__ __forceinline__ void refer(float (&start)[ROWS][4], float (&sum)[ROWS][SUMS], Sums& sums, const Query (&query)[ROWS], const float* keys,
+                                               int step, int lane) {
+    float p[ROWS][KEYS][4];
+    exponents(p, query, start, keys, step, lane);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) highest = fmaxf(highest, fmaxf(p[row][j][2 * half], p[row][j][2 * half + 1]));
+        highest = group_max<4>(highest) + S::HEADROOM;
+        if (step > 0) {
+          highest = fmaxf(highest, 0.0f);
+          const float correction = exp2_approx(-highest);
+#pragma unroll
+          for (int i = half * SUMS / 2; i < (half + 1) * SUMS / 2; ++i) sum[row][i] *= correction;
+          sums.rescale(row, half, correction);
+        }
+        start[row][2 * half] -= highest, start[row][2 * half + 1] -= highest;
+      }
   }
 
   static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended, float* shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = blockIdx.x % GROUPS, unit = blockIdx.x / GROUPS, head = unit % C::HEADS, sequence = unit / C::HEADS;
-    const int first_tile = group * S::WARPS, tile = first_tile + warp;
+    const int tile = (group * S::WARPS + warp) * ROWS;
     const long long base = static_cast<long long>(unit) * C::TILES * ROW_TILE;
-    copy_tiles<ROW_TILE, ROW_TILE>(shared, query + base + first_tile * ROW_TILE, S::WARPS, min(C::TILES - first_tile, S::WARPS));
 #pragma unroll
-    for (int step = 0; step < S::STAGES - 1; ++step) start(shared, key + base, value + base, step);
-    float out[1][STEPS][4] = {};
-    float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
+    for (int copy = 0; copy < (RESIDENT ? COPIES : S::STAGES - 1); ++copy) start_copies(shared, key + base, value + base, copy);
+    Query queries[ROWS];
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) queries[row].take(query + base + (EVEN ? tile + row : min(tile + row, C::TILES - 1)) * ROW_TILE, lane);
+    Sums sums;
+    float sum[ROWS][SUMS] = {}, start[ROWS][4];  // of a row's weights; what its scores start from
+#pragma unroll
+    for (int i = 0; i < 4 * ROWS; ++i) start[i / 4][i % 4] = -S::HEADROOM;
+    const float *keys = shared, *values = shared + S::VALUES;
 #pragma unroll 1
     for (int step = 0; step < KEY_STEPS; ++step) {
-      wait_for_copies<S::STAGES - 2>();
-      __syncthreads();  // the step's keys and values are there for all, and the buffer of the step before is free
-      start(shared, key + base, value + base, step + S::STAGES - 1);
-      if (tile >= C::TILES) continue;
-      const float* keys = shared + S::BUFFERS + step % S::STAGES * S::BUFFER;
-      float p[1][KEYS][4] = {};
-      Math::template scores<STEPS, STEPS>(p, shared, keys, warp, 0, 0, lane);
-      if (C::LENGTH % S::KEY_TILE != 0 && step == KEY_STEPS - 1) {
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            if (step * S::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) p[0][j][i] = minus_infinity();
+      if constexpr (!RESIDENT) {
+        wait_for_copies<S::STAGES - 2>();
+        __syncthreads();  // the step's keys and values are there for all, and the buffer of the step before is free
+        start_copies(shared, key + base, value + base, step + S::STAGES - 1);
+      } else if (step % COPY_STEPS == 0) {
+        wait_until_left<COPIES - 1>(COPIES - 1 - step / COPY_STEPS);
+        __syncthreads();  // the copy's keys and values are there for all
       }
+      if (EVEN || tile < C::TILES) {
+        Weights weights;
+        float added[ROWS][2];
+        bool outside = false;  // whether the references have been found not to serve
+        do {
+          if (outside) refer(start, sum, sums, queries, keys, step, lane);
+          float p[ROWS][KEYS][4];
+          exponents(p, queries, start, keys, step, lane);
+#pragma unroll
+          for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+            for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) p[row][j][i] = S::power(p[row][j][i], j % 2 * 4 + i);
+          weights.take(p);
+          bool found = beyond(weights, p, added);
+          if (step == 0) found |= below(weights, added);
+          outside = __any_sync(ALL_LANES, found) & !outside;
+        } while (outside);
+        if constexpr (S::SUMS_BY_PRODUCT) {
+          Products::add_rows(sum, weights);
+        } else {
+#pragma unroll
+          for (int row = 0; row < ROWS; ++row) sum[row][0] += added[row][0], sum[row][1] += added[row][1];
+        }
+        sums.add(weights, values, lane);
+      }
+      const bool back = !RESIDENT && step % S::STAGES == S::STAGES - 1;
+      keys = back ? shared : keys + (RESIDENT ? S::KEY_WORDS : S::BUFFER);
+      values = back ? shared + S::VALUES : values + (RESIDENT ? S::VALUE_WORDS : S::BUFFER);
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      if (!EVEN && tile + row >= C::TILES) return;
+      const float upper = __fdividef(1.0f, row_sum(sum[row], 0)), lower = __fdividef(1.0f, row_sum(sum[row], 1));
+      float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile + row) * (C::HEADS * ROW_TILE);
+#pragma unroll
+      for (int j = 0; j < STEPS; ++j) {
+        const float c[4] = {sums.result(row, j, 0) * upper, sums.result(row, j, 1) * upper, sums.result(row, j, 2) * lower, sums.result(row, j, 3) * lower};
+        Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
+      }
+    }
+  }
+
+  // Whether a weight is, or several of a row are, beyond LIMIT. Adds up a lane's weights of each of its rows where that is its part.
+  static __device__ __forceinline__ bool beyond(const Weights& weights, const float (&p)[ROWS][KEYS][4], float (&added)[ROWS][2]) {
+    if constexpr (S::SUMS_BY_PRODUCT) {
+      return weights.reach_two();
+    } else {
+      float largest = 0.0f;
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          added[row][half] = 0.0f;
+#pragma unroll
+          for (int j = 0; j < KEYS; ++j) added[row][half] += p[row][j][2 * half] + p[row][j][2 * half + 1];
+          largest = fmaxf(largest, added[row][half]);
+        }
+      return largest > S::LIMIT;
+    }
+  }
+
+  // Whether a row's weights are together below FLOOR.
+  static __device__ __forceinline__ bool below(const Weights& weights, const float (&added)[ROWS][2]) {
+    float sum[ROWS][SUMS] = {}, least = S::FLOOR;
+    if constexpr (S::SUMS_BY_PRODUCT) Products::add_rows(sum, weights);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float now = highest[half];
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j) now = fmaxf(now, fmaxf(p[0][j][2 * half], p[0][j][2 * half + 1]));
-        now = group_max<4>(now);
-        const float bias = now * C::EXPONENT_SCALE;
-        const float correction = exp2_approx(fmaf(highest[half], C::EXPONENT_SCALE, -bias));
-        float tile_sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            p[0][j][i] = exp2_approx(fmaf(p[0][j][i], C::EXPONENT_SCALE, -bias));
-            tile_sum += p[0][j][i];
-          }
-        sum[half] = fmaf(sum[half], correction, tile_sum);
-#pragma unroll
-        for (int j = 0; j < STEPS; ++j) out[0][j][2 * half] *= correction, out[0][j][2 * half + 1] *= correction;
-        highest[half] = now;
+        if constexpr (!S::SUMS_BY_PRODUCT) sum[row][half] = added[row][half];
+        least = fminf(least, row_sum(sum[row], half));
       }
-      Math::template weighted_sum<STEPS, S::VALUE_STRIDE>(out, p, keys + KEY_FLOATS, 0, 0, lane);
-    }
-    if (tile >= C::TILES) return;
-    const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
-    float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile) * (16 * C::INNER);
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
-      const float c[4] = {out[0][j][0] * upper, out[0][j][1] * upper, out[0][j][2] * lower, out[0][j][3] * lower};
-      Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
-    }
+    return least < S::FLOOR;
+  }
+
+  // Of all weights of a row: lanes have what they have added up of it, or the tensor cores' sum of the whole row.
+  static __device__ __forceinline__ float row_sum(const float (&sum)[SUMS], int half) {
+    return S::SUMS_BY_PRODUCT ? sum[half * SUMS / 2] : group_sum<4>(sum[half]);
   }
 };
 
-// Kernel 3: output product, bias and residual, written to the grid by stride. An element of y is written by the thread that has read
-// it as residual, so that x may be y.
+// TILES neighbouring column tiles of a row tile of the output product, from column `column` on, with bias and residual into y. An element of
+// y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x behind earlier
+// stores to y: the residuals of up to 8 column tiles are read before the first store, so that they wait for memory together.
+template <typename C, int TILES>
+__device__ __forceinline__ void add_residual(const Element* x, Element* y, const Element* __restrict__ out_bias, int tile, int row_tiles, int column, int lane,
+                                             const float (&acc)[TILES][4]) {
+  constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
+  static_assert(TILES % TOGETHER == 0, "column tiles that go together");
+  const int sequence = tile / C::TILES;
+#pragma unroll
+  for (int first = 0; first < TILES; first += TOGETHER) {
+    const int channel = column + 8 * first + RUN * (lane % 4);
+    float sums[2][RUNS][RUN] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+      if (tile >= row_tiles || token >= C::LENGTH) continue;
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) load_channels<C::DIM>(sums[half][run], x + C::offset(sequence, token), channel + 4 * RUN * run);
+    }
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      float bias[RUN] = {};
+      load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+        if (tile >= row_tiles || token >= C::LENGTH) continue;
+#pragma unroll
+        for (int c = 0; c < RUN; ++c) sums[half][run][c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + bias[c];
+        store_channels<C::DIM>(y + C::offset(sequence, token), channel + 4 * RUN * run, sums[half][run]);
+      }
+    }
+  }
+}
+
+// Kernel 3: output product, bias and residual, written to the grid by stride. The attention's result comes as fragments of 16 rows and 16
+// indices, whose words go to their rows.
 template <typename C>
-__device__ __forceinline__ void output(const float* attended, const float* x, float* y, const float* __restrict__ out_weight,
-                                       const float* __restrict__ out_bias, int row_tiles, float* shared) {
+__device__ __forceinline__ void warpgroup_output(const float* attended, const Element* x, Element* y, const float* packed, const Element* __restrict__ out_bias, int row_tiles,
+                                                 float* shared) {
   using P = typename C::Out;
-  constexpr int PAGES = C::INNER / 8, TILE_PAGES = P::SUM_TILE / 8;
+  using Product = WarpgroupProduct<P>;
+  constexpr int OPERANDS = Product::OPERANDS, PAGES = C::INNER / 16 * OPERANDS, ALL_PAGES = P::SUM / 16 * OPERANDS;  // of a row tile: there are, with padding
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
   const float* rows = attended + static_cast<long long>(first_tile) * (PAGES * 128);
-  TiledProduct<P>::run(
-      shared, shared + P::BUFFERS, out_weight, part,
-      [&](int sum_tile) {
-        float* to = shared + sum_tile * P::A_TILE;
-#pragma unroll 4
-        for (int at = threadIdx.x; at < P::ROW_TILES * TILE_PAGES * 32; at += P::THREADS) {
-          const int page = at / 32, row_tile = page / TILE_PAGES, within = sum_tile * TILE_PAGES + page % TILE_PAGES;
-          const bool real = first_tile + row_tile < row_tiles && within < PAGES;
-          copy_async<16>(to + page * P::PAGE + at % 32 * 4, real ? rows + (row_tile * PAGES + within) * 128 + at % 32 * 4 : attended, real);
+  Product::run(
+      shared, packed, part,
+      [&](float* a) {
+#pragma unroll 8
+        for (int at = threadIdx.x / 32; at < P::ROW_TILES * ALL_PAGES; at += P::THREADS / 32) {
+          const int row_tile = at / ALL_PAGES, page = at % ALL_PAGES, index = page / OPERANDS * 16 + 2 * (lane % 4), row = 16 * row_tile + lane / 4;
+          float quad[4] = {};  // (g, k), (g+8, k), (g, k+8), (g+8, k+8)
+          if (first_tile + row_tile < row_tiles && page < PAGES) load(quad, rows + (row_tile * PAGES + page) * 128 + 4 * lane);
+          float* to = a + page % OPERANDS * Product::A_OPERAND + index / P::SUM_TILE * Product::A_TILE;
+#pragma unroll
+          for (int word = 0; word < 4; ++word) to[swizzled(row + word % 2 * 8, index % P::SUM_TILE + word / 2 * 8)] = quad[word];
         }
       },
-      []() {},
-      [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
-#pragma unroll
-        for (int i = 0; i < P::WARP_ROW_TILES; ++i)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int tile = first_tile + row_tile + i, token = tile % C::TILES * 16 + 8 * half + lane / 4;
-            if (tile >= row_tiles || token >= C::LENGTH) continue;
-            const long long start = C::offset(tile / C::TILES, token);
-#pragma unroll
-            for (int j = 0; j < P::WARP_COLUMN_TILES; ++j) {
-              const int channel = column + 8 * j + 2 * (lane % 4);
-              float pair[2] = {}, residual[2] = {};
-              load_channels<C::DIM>(pair, out_bias, channel);
-              load_channels<C::DIM>(residual, x + start, channel);
-              pair[0] += acc[i][j][2 * half] + residual[0];
-              pair[1] += acc[i][j][2 * half + 1] + residual[1];
-              store_channels<C::DIM>(y + start, channel, pair);
-            }
-          }
+      [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
+        add_residual<C, P::WARP_COLUMN_TILES>(x, y, out_bias, first_tile + row_tile, row_tiles, column, lane, acc);
       });
 }
 
-// Rows: sequences of 256 tokens, 256 floats apart.
+// Rows: sequences of 256 tokens, 256 elements apart.
 struct StagedRow {
   static constexpr int DIM = 256, HEADS = 8, HEAD_DIM = 32, LENGTH = 256;
   static constexpr int PADDED_HEAD_DIM = 32, INNER = 256;  // INNER: of all heads, padded
-  static constexpr int TILES = 16;  // of 16 tokens in a sequence
+  static constexpr int TILES = 16, ROW_TILE = 512;  // of 16 tokens in a sequence; words of one for a head, in scratch
   static constexpr float EPSILON = 1.000000000e-05f;
   static constexpr float EXPONENT_SCALE = 2.550348616e-01f;  // log2(e) / sqrt(HEAD_DIM)
   using Math = HalfCore<Fp16, 2>;
 
   struct Qkv {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 4, COLUMNS = 128, SUM_TILE = 32, STAGES = 2;  // of a block
-    static constexpr int WARP_ROW_TILES = 4, WARP_COLUMN_TILES = 4, WARPS_ACROSS = 4, THREADS = 128, MIN_BLOCKS = 1;
+    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 768, PARTS = 1;  // padded sum; columns, and blocks that share them
-    static constexpr int FRAGMENT = 4, COPY = 4;  // neighbouring weights that a lane loads, or copies, at once
-    // Shared memory, in floats
-    static constexpr int PAGE = 132, A_TILE = ROW_TILES * (SUM_TILE / 8) * PAGE, BUFFERS = 16896;
-    static constexpr int COLUMN_STRIDE = 16, PLANE_STRIDE = 2064, B_TILE = 4128;
+    static constexpr int COPY = 4, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int CHUNKS = 24576;  // of eight weights, to pack
+    static constexpr int NORM_PAIRS = 4;  // of tokens that a warp normalises at once
+    // Shared memory, in words: operand A, the buffers, and a barrier for each
+    static constexpr int BUFFERS = 32768, B_TILE = 8192, BARRIERS = 57344;
 
-    static __device__ __forceinline__ const float* weight(const float* __restrict__ weight, int column, int k) {
+    static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
       return column < ALL_COLUMNS && k < DIM ? weight + column * DIM + k : nullptr;
     }
   };
 
   struct Streamed {
-    static constexpr int WARPS = 4, KEY_TILE = 64, STAGES = 3, MIN_BLOCKS = 1;
-    static constexpr int BUFFERS = 2048, BUFFER = 4096;  // shared memory in floats: start of the stages, size of one
+    using Products = HalfStream<Fp16, 2>;
+    template <int STEPS>
+    using Query = Products::HeldQuery<STEPS>;
+    static constexpr int WARPS = 4, ROWS = 2, MIN_BLOCKS = 3;  // ROWS: row tiles of a warp
+    static constexpr int KEY_TILE = 16, STAGES = 1;  // one for all keys
+    static constexpr int KEY_WORDS = 512, VALUE_WORDS = 512;  // of a tile of keys in shared memory
+    static constexpr int VALUES = 8192, BUFFER = 16384;  // in words: start of a buffer's values, its size
     static constexpr int VALUE_COLUMNS = 512, VALUE_STRIDE = 512;
+    // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
+    static constexpr float HEADROOM = -4.0f, LIMIT = 32768.0f, FLOOR = 1.000000000e+00f;
+    static constexpr bool SUMS_BY_PRODUCT = false;  // of weights, on the tensor cores; or added up by the lanes
+
+    // The weight 2^x with number `index` of the eight that a lane has of 16 keys
+    static __device__ __forceinline__ float power(float x, int) { return exp2_approx(x); }
   };
 
   struct Out {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 4, COLUMNS = 128, SUM_TILE = 32, STAGES = 3;  // of a block
-    static constexpr int WARP_ROW_TILES = 4, WARP_COLUMN_TILES = 4, WARPS_ACROSS = 4, THREADS = 128, MIN_BLOCKS = 1;
+    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 256, PARTS = 1;  // padded sum; columns, and blocks that share them
-    static constexpr int FRAGMENT = 2, COPY = 4;  // neighbouring weights that a lane loads, or copies, at once
-    // Shared memory, in floats
-    static constexpr int PAGE = 128, A_TILE = ROW_TILES * (SUM_TILE / 8) * PAGE, BUFFERS = 16384;
-    static constexpr int COLUMN_STRIDE = 8, PLANE_STRIDE = 1032, B_TILE = 4128;
+    static constexpr int COPY = 4, RUN = 4;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int CHUNKS = 8192;  // of eight weights, to pack
+    // Shared memory, in words: operand A, the buffers, and a barrier for each
+    static constexpr int BUFFERS = 32768, B_TILE = 8192, BARRIERS = 57344;
 
-    static __device__ __forceinline__ const float* weight(const float* __restrict__ weight, int column, int k) {
+    static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
       return column < DIM && k < INNER ? weight + column * DIM + k : nullptr;
     }
   };
@@ -920,47 +1621,59 @@ struct StagedRow {
   }
 };
 
-// Columns: sequences of 128 tokens, 65536 floats apart.
+// Columns: sequences of 128 tokens, 65536 elements apart.
 struct StagedColumn {
   static constexpr int DIM = 256, HEADS = 8, HEAD_DIM = 32, LENGTH = 128;
   static constexpr int PADDED_HEAD_DIM = 32, INNER = 256;  // INNER: of all heads, padded
-  static constexpr int TILES = 8;  // of 16 tokens in a sequence
+  static constexpr int TILES = 8, ROW_TILE = 512;  // of 16 tokens in a sequence; words of one for a head, in scratch
   static constexpr float EPSILON = 1.000000000e-05f;
   static constexpr float EXPONENT_SCALE = 2.550348616e-01f;  // log2(e) / sqrt(HEAD_DIM)
   using Math = HalfCore<Fp16, 2>;
 
   struct Qkv {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 4, COLUMNS = 128, SUM_TILE = 32, STAGES = 2;  // of a block
-    static constexpr int WARP_ROW_TILES = 4, WARP_COLUMN_TILES = 4, WARPS_ACROSS = 4, THREADS = 128, MIN_BLOCKS = 1;
+    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 768, PARTS = 1;  // padded sum; columns, and blocks that share them
-    static constexpr int FRAGMENT = 4, COPY = 4;  // neighbouring weights that a lane loads, or copies, at once
-    // Shared memory, in floats
-    static constexpr int PAGE = 132, A_TILE = ROW_TILES * (SUM_TILE / 8) * PAGE, BUFFERS = 16896;
-    static constexpr int COLUMN_STRIDE = 16, PLANE_STRIDE = 2064, B_TILE = 4128;
+    static constexpr int COPY = 4, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int CHUNKS = 24576;  // of eight weights, to pack
+    static constexpr int NORM_PAIRS = 4;  // of tokens that a warp normalises at once
+    // Shared memory, in words: operand A, the buffers, and a barrier for each
+    static constexpr int BUFFERS = 32768, B_TILE = 8192, BARRIERS = 57344;
 
-    static __device__ __forceinline__ const float* weight(const float* __restrict__ weight, int column, int k) {
+    static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
       return column < ALL_COLUMNS && k < DIM ? weight + column * DIM + k : nullptr;
     }
   };
 
   struct Streamed {
-    static constexpr int WARPS = 4, KEY_TILE = 64, STAGES = 3, MIN_BLOCKS = 1;
-    static constexpr int BUFFERS = 2048, BUFFER = 4096;  // shared memory in floats: start of the stages, size of one
+    using Products = HalfStream<Fp16, 2>;
+    template <int STEPS>
+    using Query = Products::HeldQuery<STEPS>;
+    static constexpr int WARPS = 4, ROWS = 2, MIN_BLOCKS = 3;  // ROWS: row tiles of a warp
+    static constexpr int KEY_TILE = 16, STAGES = 1;  // one for all keys
+    static constexpr int KEY_WORDS = 512, VALUE_WORDS = 512;  // of a tile of keys in shared memory
+    static constexpr int VALUES = 4096, BUFFER = 8192;  // in words: start of a buffer's values, its size
     static constexpr int VALUE_COLUMNS = 512, VALUE_STRIDE = 512;
+    // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
+    static constexpr float HEADROOM = -4.0f, LIMIT = 32768.0f, FLOOR = 1.000000000e+00f;
+    static constexpr bool SUMS_BY_PRODUCT = false;  // of weights, on the tensor cores; or added up by the lanes
+
+    // The weight 2^x with number `index` of the eight that a lane has of 16 keys
+    static __device__ __forceinline__ float power(float x, int) { return exp2_approx(x); }
   };
 
   struct Out {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 4, COLUMNS = 128, SUM_TILE = 32, STAGES = 3;  // of a block
-    static constexpr int WARP_ROW_TILES = 4, WARP_COLUMN_TILES = 4, WARPS_ACROSS = 4, THREADS = 128, MIN_BLOCKS = 1;
+    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 256, PARTS = 1;  // padded sum; columns, and blocks that share them
-    static constexpr int FRAGMENT = 2, COPY = 4;  // neighbouring weights that a lane loads, or copies, at once
-    // Shared memory, in floats
-    static constexpr int PAGE = 128, A_TILE = ROW_TILES * (SUM_TILE / 8) * PAGE, BUFFERS = 16384;
-    static constexpr int COLUMN_STRIDE = 8, PLANE_STRIDE = 1032, B_TILE = 4128;
+    static constexpr int COPY = 4, RUN = 4;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int CHUNKS = 8192;  // of eight weights, to pack
+    // Shared memory, in words: operand A, the buffers, and a barrier for each
+    static constexpr int BUFFERS = 32768, B_TILE = 8192, BARRIERS = 57344;
 
-    static __device__ __forceinline__ const float* weight(const float* __restrict__ weight, int column, int k) {
+    static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
       return column < DIM && k < INNER ? weight + column * DIM + k : nullptr;
     }
   };
@@ -973,42 +1686,60 @@ struct StagedColumn {
   }
 };
 
+extern "C" __global__ void __launch_bounds__(128)
+axial_row_pack(const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, Element* packed_qkv, Element* packed_out, int chunks) {
+  int chunk = blockIdx.x * 128 + threadIdx.x;
+  if (chunk >= chunks) return;
+if (chunk < StagedRow::Qkv::CHUNKS) return WarpgroupProduct<StagedRow::Qkv>::pack(qkv_weight, words(packed_qkv), chunk);
+  chunk -= StagedRow::Qkv::CHUNKS;
+WarpgroupProduct<StagedRow::Out>::pack(out_weight, words(packed_out), chunk);
+}
+
 extern "C" __global__ void __launch_bounds__(StagedRow::Qkv::THREADS, StagedRow::Qkv::MIN_BLOCKS)
-axial_row_qkv(const float* x, const float* __restrict__ norm_weight, const float* __restrict__ norm_bias, const float* __restrict__ qkv_weight,
-              float* query, float* key, float* value, int row_tiles) {
-  extern __shared__ __align__(16) float shared[];
-  qkv<StagedRow>(x, norm_weight, norm_bias, qkv_weight, query, key, value, row_tiles, shared);
+axial_row_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv,
+              Element* query, Element* key, Element* value, int row_tiles) {
+  extern __shared__ __align__(1024) float shared[];
+  warpgroup_qkv<StagedRow>(x, norm_weight, norm_bias, words(packed_qkv), words(query), words(key), words(value), row_tiles, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * StagedRow::Streamed::WARPS, StagedRow::Streamed::MIN_BLOCKS)
-axial_row_attention(const float* query, const float* key, const float* value, float* attended, int sequences) {
-  extern __shared__ __align__(16) float shared[];
-  StreamedAttention<StagedRow>::run(query, key, value, attended, shared);
+axial_row_attention(const Element* query, const Element* key, const Element* value, Element* attended, int sequences) {
+  extern __shared__ __align__(1024) float shared[];
+  StreamedAttention<StagedRow>::run(words(query), words(key), words(value), words(attended), shared);
 }
 
 extern "C" __global__ void __launch_bounds__(StagedRow::Out::THREADS, StagedRow::Out::MIN_BLOCKS)
-axial_row_out(const float* attended, const float* x, float* y, const float* __restrict__ out_weight, const float* __restrict__ out_bias, int row_tiles) {
-  extern __shared__ __align__(16) float shared[];
-  output<StagedRow>(attended, x, y, out_weight, out_bias, row_tiles, shared);
+axial_row_out(const Element* attended, const Element* x, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
+  extern __shared__ __align__(1024) float shared[];
+  warpgroup_output<StagedRow>(words(attended), x, y, words(packed_out), out_bias, row_tiles, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+axial_col_pack(const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, Element* packed_qkv, Element* packed_out, int chunks) {
+  int chunk = blockIdx.x * 128 + threadIdx.x;
+  if (chunk >= chunks) return;
+if (chunk < StagedColumn::Qkv::CHUNKS) return WarpgroupProduct<StagedColumn::Qkv>::pack(qkv_weight, words(packed_qkv), chunk);
+  chunk -= StagedColumn::Qkv::CHUNKS;
+WarpgroupProduct<StagedColumn::Out>::pack(out_weight, words(packed_out), chunk);
 }
 
 extern "C" __global__ void __launch_bounds__(StagedColumn::Qkv::THREADS, StagedColumn::Qkv::MIN_BLOCKS)
-axial_col_qkv(const float* x, const float* __restrict__ norm_weight, const float* __restrict__ norm_bias, const float* __restrict__ qkv_weight,
-              float* query, float* key, float* value, int row_tiles) {
-  extern __shared__ __align__(16) float shared[];
-  qkv<StagedColumn>(x, norm_weight, norm_bias, qkv_weight, query, key, value, row_tiles, shared);
+axial_col_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv,
+              Element* query, Element* key, Element* value, int row_tiles) {
+  extern __shared__ __align__(1024) float shared[];
+  warpgroup_qkv<StagedColumn>(x, norm_weight, norm_bias, words(packed_qkv), words(query), words(key), words(value), row_tiles, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * StagedColumn::Streamed::WARPS, StagedColumn::Streamed::MIN_BLOCKS)
-axial_col_attention(const float* query, const float* key, const float* value, float* attended, int sequences) {
-  extern __shared__ __align__(16) float shared[];
-  StreamedAttention<StagedColumn>::run(query, key, value, attended, shared);
+axial_col_attention(const Element* query, const Element* key, const Element* value, Element* attended, int sequences) {
+  extern __shared__ __align__(1024) float shared[];
+  StreamedAttention<StagedColumn>::run(words(query), words(key), words(value), words(attended), shared);
 }
 
 extern "C" __global__ void __launch_bounds__(StagedColumn::Out::THREADS, StagedColumn::Out::MIN_BLOCKS)
-axial_col_out(const float* attended, const float* x, float* y, const float* __restrict__ out_weight, const float* __restrict__ out_bias, int row_tiles) {
-  extern __shared__ __align__(16) float shared[];
-  output<StagedColumn>(attended, x, y, out_weight, out_bias, row_tiles, shared);
+axial_col_out(const Element* attended, const Element* x, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
+  extern __shared__ __align__(1024) float shared[];
+  warpgroup_output<StagedColumn>(words(attended), x, y, words(packed_out), out_bias, row_tiles, shared);
 }
 
 '''
@@ -1091,7 +1822,7 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   Tensor y = torch::stable::empty_like(x);
   const int64_t batch = x.size(0);
   if (batch == 0) return y;
-  if (batch > INT_MAX / 4096) refuse("batch " + std::to_string(batch) + " is too large: split the input");
+  if (batch > INT_MAX / 2048) refuse("batch " + std::to_string(batch) + " is too large: split the input");
   row_norm_weight = parameter(row_norm_weight, "row_norm_weight", 256, 0, device);
   row_norm_bias = parameter(row_norm_bias, "row_norm_bias", 256, 0, device);
   row_qkv_weight = parameter(row_qkv_weight, "row_qkv_weight", 768, 256, device);
@@ -1114,59 +1845,81 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   Element* const value = static_cast<Element*>(value_buffer.mutable_data_ptr());
   const Tensor attended_buffer = torch::stable::new_empty(x, {batch * int64_t{8388608} });
   Element* const attended = static_cast<Element*>(attended_buffer.mutable_data_ptr());
+  const Tensor packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{196608} });
+  Element* const packed_qkv = static_cast<Element*>(packed_qkv_buffer.mutable_data_ptr());
+  const Tensor packed_out_buffer = torch::stable::new_empty(x, {int64_t{65536} });
+  Element* const packed_out = static_cast<Element*>(packed_out_buffer.mutable_data_ptr());
   {
-    // Rows: 4 row_tiles a block
+    // Rows: 128 chunks a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_qkv, 100608, device, allowed);
-    const int row_tiles = static_cast<int>(batch * 2048);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 3) / 4;
-    cudaLaunchConfig_t config = grid(blocks, 128, 100608, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_qkv, data(x), data(row_norm_weight), data(row_norm_bias), data(row_qkv_weight), query, key, value, row_tiles), "axial_row_qkv could not be launched");
+    allow_shared(axial_row_pack, 0, device, allowed);
+    const int chunks = 32768;
+    const int64_t blocks = (static_cast<int64_t>(chunks) + 127) / 128;
+    cudaLaunchConfig_t config = grid(blocks, 128, 0, stream);
+    check(cudaLaunchKernelEx(&config, axial_row_pack, data(row_qkv_weight), data(row_out_weight), packed_qkv, packed_out, chunks), "axial_row_pack could not be launched");
   }
   {
-    // Rows: 1 sequence a block, 32 blocks for each
+    // Rows: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_attention, 57344, device, allowed);
+    allow_shared(axial_row_qkv, 229400, device, allowed);
+    const int row_tiles = static_cast<int>(batch * 2048);
+    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
+    cudaLaunchConfig_t config = grid(blocks, 256, 229400, stream);
+    check(cudaLaunchKernelEx(&config, axial_row_qkv, data(x), data(row_norm_weight), data(row_norm_bias), packed_qkv, query, key, value, row_tiles), "axial_row_qkv could not be launched");
+  }
+  {
+    // Rows: 1 sequence a block, 16 blocks for each
+    static std::atomic<uint64_t> allowed{0};
+    allow_shared(axial_row_attention, 65536, device, allowed);
     const int sequences = static_cast<int>(batch * 128);
-    const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1 * 32;
-    cudaLaunchConfig_t config = grid(blocks, 128, 57344, stream);
+    const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1 * 16;
+    cudaLaunchConfig_t config = grid(blocks, 128, 65536, stream);
     check(cudaLaunchKernelEx(&config, axial_row_attention, query, key, value, attended, sequences), "axial_row_attention could not be launched");
   }
   {
-    // Rows: 4 row_tiles a block
+    // Rows: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_out, 115072, device, allowed);
+    allow_shared(axial_row_out, 229400, device, allowed);
     const int row_tiles = static_cast<int>(batch * 2048);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 3) / 4;
-    cudaLaunchConfig_t config = grid(blocks, 128, 115072, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_out, attended, data(x), out, data(row_out_weight), data(row_out_bias), row_tiles), "axial_row_out could not be launched");
+    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
+    cudaLaunchConfig_t config = grid(blocks, 256, 229400, stream);
+    check(cudaLaunchKernelEx(&config, axial_row_out, attended, data(x), out, packed_out, data(row_out_bias), row_tiles), "axial_row_out could not be launched");
   }
   {
-    // Columns: 4 row_tiles a block
+    // Columns: 128 chunks a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_qkv, 100608, device, allowed);
-    const int row_tiles = static_cast<int>(batch * 2048);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 3) / 4;
-    cudaLaunchConfig_t config = grid(blocks, 128, 100608, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_qkv, out, data(col_norm_weight), data(col_norm_bias), data(col_qkv_weight), query, key, value, row_tiles), "axial_col_qkv could not be launched");
+    allow_shared(axial_col_pack, 0, device, allowed);
+    const int chunks = 32768;
+    const int64_t blocks = (static_cast<int64_t>(chunks) + 127) / 128;
+    cudaLaunchConfig_t config = grid(blocks, 128, 0, stream);
+    check(cudaLaunchKernelEx(&config, axial_col_pack, data(col_qkv_weight), data(col_out_weight), packed_qkv, packed_out, chunks), "axial_col_pack could not be launched");
   }
   {
-    // Columns: 1 sequence a block, 16 blocks for each
+    // Columns: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_attention, 57344, device, allowed);
+    allow_shared(axial_col_qkv, 229400, device, allowed);
+    const int row_tiles = static_cast<int>(batch * 2048);
+    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
+    cudaLaunchConfig_t config = grid(blocks, 256, 229400, stream);
+    check(cudaLaunchKernelEx(&config, axial_col_qkv, out, data(col_norm_weight), data(col_norm_bias), packed_qkv, query, key, value, row_tiles), "axial_col_qkv could not be launched");
+  }
+  {
+    // Columns: 1 sequence a block, 8 blocks for each
+    static std::atomic<uint64_t> allowed{0};
+    allow_shared(axial_col_attention, 32768, device, allowed);
     const int sequences = static_cast<int>(batch * 256);
-    const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1 * 16;
-    cudaLaunchConfig_t config = grid(blocks, 128, 57344, stream);
+    const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1 * 8;
+    cudaLaunchConfig_t config = grid(blocks, 128, 32768, stream);
     check(cudaLaunchKernelEx(&config, axial_col_attention, query, key, value, attended, sequences), "axial_col_attention could not be launched");
   }
   {
-    // Columns: 4 row_tiles a block
+    // Columns: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_out, 115072, device, allowed);
+    allow_shared(axial_col_out, 229400, device, allowed);
     const int row_tiles = static_cast<int>(batch * 2048);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 3) / 4;
-    cudaLaunchConfig_t config = grid(blocks, 128, 115072, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_out, attended, out, out, data(col_out_weight), data(col_out_bias), row_tiles), "axial_col_out could not be launched");
+    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
+    cudaLaunchConfig_t config = grid(blocks, 256, 229400, stream);
+    check(cudaLaunchKernelEx(&config, axial_col_out, attended, out, out, packed_out, data(col_out_bias), row_tiles), "axial_col_out could not be launched");
   }
   return y;
 }
@@ -1191,7 +1944,7 @@ _PARAMETERS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias
 _NVCC_FLAGS = (
     "-O3",
     "-std=c++17",
-    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_90a,code=sm_90a",
     "-DUSE_CUDA",  # PyTorch's C shim declares its CUDA functions only then
     "-DTORCH_TARGET_VERSION=0x020a000000000000",  # the interface of PyTorch 2.10
     "-Xcompiler=-fvisibility=hidden",
@@ -1429,14 +2182,27 @@ def _save_inputs(ctx, inputs, output):
 
 
 class _Differentiable(torch.autograd.Function):
-    """The kernels with gradients, in eager mode; in compiled and exported graphs the op below has them."""
+    """The kernels with gradients, in eager mode; in compiled and exported graphs the op below has them.
+
+    forward saves its inputs itself: with a setup_context, apply() works out forward's signature at each call, which takes longer than the kernels.
+    """
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        return _launcher()(x, *weights)
+
+    backward = staticmethod(_gradients)
+
+
+class _Transformable(_Differentiable):
+    """The same for torch.func's transforms, which ask for a setup_context."""
 
     @staticmethod
     def forward(x, *weights):
         return _launcher()(x, *weights)
 
     setup_context = staticmethod(_save_inputs)
-    backward = staticmethod(_gradients)
 
 
 def _on_cuda(x, *weights):
@@ -1522,7 +2288,8 @@ class ModelNew(nn.Module):
         if not _fits_gpu(x.get_device()):
             return self._pytorch_form(x)
         if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in weights)):
-            return _Differentiable.apply(x, *weights)
+            kind = _Transformable if torch._C._are_functorch_transforms_active() else _Differentiable
+            return kind.apply(x, *weights)
         return _launcher()(x, *weights)
 
     def _weights(self):

@@ -4,24 +4,24 @@ Row attention, then column attention over (batch, height, width, dim), with Laye
 axis. Tuned for batch 4; any batch is computed.
 
 Configuration:
-    row: family sequence, math bf16, sequences 1, warps 8, qkv_rows 2, qkv_columns 3, out_rows 2, out_columns 1,
-         key_tile 32, fragment 4, weights hold, prefetch qkv, padding True, residual reload, norm_lanes 16,
-         dependent_launch True, min_blocks 1
-    col: family sequence, math bf16, sequences 1, warps 8, qkv_rows 2, qkv_columns 3, out_rows 2, out_columns 1,
-         key_tile 32, fragment 4, weights hold, prefetch qkv, padding True, residual reload, norm_lanes 16,
-         dependent_launch True, min_blocks 1
+    row: family sequence, math bf16, heads registers, sequences 1, warps 8, qkv_rows 2, qkv_columns 6, out_rows 2,
+         out_columns 2, key_tile 32, fragment 4, weights hold, prefetch both, padding True, residual reload,
+         norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
+    col: family sequence, math bf16, heads registers, sequences 1, warps 8, qkv_rows 2, qkv_columns 6, out_rows 2,
+         out_columns 2, key_tile 32, fragment 4, weights hold, prefetch both, padding True, residual shared,
+         norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
 
 Measured on NVIDIA H200.
-    device time: 10.12 +- 0.01 us
-    device time, L2 flushed: 14.46 us
-    wall time of a call: 28.68 us
-    default configuration, device time: 9.18 us
-    PyTorch (torch.compile + SDPA), device time: 42.98 us
-    PyTorch (torch.compile + SDPA), wall time of a call: 577.49 us
+    device time: 7.26 +- 0.01 us
+    device time, L2 flushed: 12.30 us
+    wall time of a call: 25.68 us
+    default configuration, device time: 7.67 us
+    PyTorch (torch.compile + SDPA), device time: 48.76 us
+    PyTorch (torch.compile + SDPA), wall time of a call: 1454.27 us
     error against float64: 3.4e-02 of the output's scale
-Command: python cli.py tune --dtype bfloat16 --budget 25 --trials 20 --storage none --out /tmp/g
-Written 2026-11-29T16:45:37Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
-The default configuration is the fastest.
+Command: python cli.py tune --dim 64 --heads 4 --dtype bfloat16 --budget 50 --storage none
+Written 2026-11-29T23:12:41Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+Beats the default configuration by 0.09 us (spread 0.01 us).
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
 kernels are built at the first call with a CUDA tensor, which needs the CUDA toolkit and a C++ compiler; CPU tensors,
@@ -54,25 +54,27 @@ SPEC = {
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "sequence", "math": "bf16", "sequences": 1, "warps": 8, "qkv_rows": 2, "qkv_columns": 3,
-        "out_rows": 2, "out_columns": 1, "key_tile": 32, "fragment": 4, "weights": "hold", "prefetch": "qkv",
-        "padding": True, "residual": "reload", "norm_lanes": 16, "dependent_launch": True, "min_blocks": 1,
+        "family": "sequence", "math": "bf16", "heads": "registers", "sequences": 1, "warps": 8, "qkv_rows": 2,
+        "qkv_columns": 6, "out_rows": 2, "out_columns": 2, "key_tile": 32, "fragment": 4, "weights": "hold",
+        "prefetch": "both", "padding": True, "residual": "reload", "norm_lanes": 8, "dependent_launch": True,
+        "min_blocks": 1, "rounds": 1,
     },
     "col": {
-        "family": "sequence", "math": "bf16", "sequences": 1, "warps": 8, "qkv_rows": 2, "qkv_columns": 3,
-        "out_rows": 2, "out_columns": 1, "key_tile": 32, "fragment": 4, "weights": "hold", "prefetch": "qkv",
-        "padding": True, "residual": "reload", "norm_lanes": 16, "dependent_launch": True, "min_blocks": 1,
+        "family": "sequence", "math": "bf16", "heads": "registers", "sequences": 1, "warps": 8, "qkv_rows": 2,
+        "qkv_columns": 6, "out_rows": 2, "out_columns": 2, "key_tile": 32, "fragment": 4, "weights": "hold",
+        "prefetch": "both", "padding": True, "residual": "shared", "norm_lanes": 8, "dependent_launch": True,
+        "min_blocks": 1, "rounds": 1,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row", "axis": "row", "threads": 256, "shared_bytes": 16640, "items_per_block": 1,
+        "name": "axial_row", "axis": "row", "threads": 128, "shared_bytes": 8704, "items_per_block": 1,
         "dependent_launch": False,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
     },
     {
-        "name": "axial_col", "axis": "col", "threads": 256, "shared_bytes": 16640, "items_per_block": 1,
+        "name": "axial_col", "axis": "col", "threads": 128, "shared_bytes": 13312, "items_per_block": 1,
         "dependent_launch": True,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
@@ -81,13 +83,14 @@ KERNELS = [
 SCRATCH = {}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --dtype bfloat16 --budget 25 --trials 20 --storage none --out /tmp/g",
-    "date": "2026-11-29T16:45:37Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 10.118000209331512,
-    "spread_us": 0.008499715477228165, "cold_us": 14.4640002399683, "wall_us": 28.681468085084546,
-    "default_us": 9.178999811410904, "pytorch_us": 42.980000376701355, "pytorch_wall_us": 577.4874444447341,
+    "command": "python cli.py tune --dim 64 --heads 4 --dtype bfloat16 --budget 50 --storage none",
+    "date": "2026-11-29T23:12:41Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 7.2560004062122765,
+    "spread_us": 0.005333373943964492, "cold_us": 12.304000090807676, "wall_us": 25.684059999946385,
+    "default_us": 7.66888881723086, "pytorch_us": 48.764001578092575, "pytorch_wall_us": 1454.2669999997315,
     "pytorch_form": "torch.compile + SDPA", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
-    "error": 0.0337925952191687, "partial": False, "note": "The default configuration is the fastest.",
+    "error": 0.0337925952191687, "partial": False,
+    "note": "Beats the default configuration by 0.09 us (spread 0.01 us).",
 }
 
 CUDA_SOURCE = r'''
@@ -150,6 +153,18 @@ __device__ __forceinline__ float group_max(float value) {
 }
 
 #ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+// N (1, 2 or 4) neighbouring words by a plain load, which stays on its side of a barrier. A load of constants (ld.global.nc) does not: the compiler
+// moves it to its first use, and what was to arrive during another stage is then waited for.
+template <int N>
+__device__ __forceinline__ void load_here(unsigned (&to)[N], const void* from) {
+  if constexpr (N == 4)
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+  else if constexpr (N == 2)
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+  else
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
 
 // c += a b for a 16x8 tile and a sum over 8 (PTX ISA, mma.m16n8k8 with .tf32): a = (g, t), (g+8, t), (g, t+4),
 // (g+8, t+4); b0 = (t, g), b1 = (t+4, g); c = (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). The unit ignores the
@@ -228,6 +243,14 @@ __device__ __forceinline__ void allow_next_kernel() {
 
 #endif
 
+template <int N>
+__device__ __forceinline__ void load_here(float (&to)[N], const float* from) {
+  unsigned words[N];
+  load_here(words, static_cast<const void*>(from));
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = __uint_as_float(words[i]);
+}
+
 // 16-bit types: two values in a word, the first in the low half.
 struct Fp16 {
   unsigned short bits;
@@ -305,6 +328,13 @@ __device__ __forceinline__ void load_constant(Word (&to)[N], const Element* __re
 }
 
 template <int N>
+__device__ __forceinline__ void load_here(float (&to)[N], const Element* from) {
+  Word words[N / 2];
+  load_here(words, static_cast<const void*>(from));
+  unpack(to, words);
+}
+
+template <int N>
 __device__ __forceinline__ void load(float (&to)[N], const Element* from) {
   Word words[N / 2];
   load(words, from);
@@ -357,6 +387,8 @@ __device__ __forceinline__ void load_some(float (&to)[N], const Element* from, b
 template <typename Format, int PARTS>
 struct HalfCore {
   static constexpr float SCALE = 2048.0f;
+  static constexpr int PAGES = PARTS;  // of a tile of operand A
+  static constexpr int STORED_TILES = 2;  // neighbouring column tiles that are stored as operands at once: whole quadruples, without bank conflicts
   static constexpr bool AS_STORED = PARTS == 1 && SAME<Element, Format>;  // weights in memory are operands
 
   struct Words {  // two neighbouring values: rounded, rest
@@ -477,6 +509,18 @@ struct HalfCore {
     }
   }
 
+  // The same for four channels, where operand B is read 4 at a time: a lane's quadruple.
+  template <int F, int STEPS, int PAGE>
+  static __device__ __forceinline__ void store_rows(float* a, int row_tile, int g, int channel, const float (&upper)[4], const float (&lower)[4]) {
+    static_assert(F == 4, "a quadruple holds four neighbouring channels only if they are neighbours of the sum");
+    const Words first = split(upper[0], upper[1]), second = split(lower[0], lower[1]), third = split(upper[2], upper[3]), fourth = split(lower[2], lower[3]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const unsigned words[4] = {first.part[part], second.part[part], third.part[part], fourth.part[part]};
+      store(a + ((row_tile * (STEPS / 2) + channel / 16) * PARTS + part) * PAGE + 4 * (4 * g + channel % 16 / 4), words);
+    }
+  }
+
   // A tile of accumulators into operand A of the next product, for an operand B that is read 2 at a time.
   template <int STEPS>
   static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[4]) {
@@ -562,6 +606,99 @@ struct HalfCore {
       }
     }
     sums.add_to(out);
+  }
+
+  // A tile of 16 rows and 16 indices as operand A. Its rows 8 o to 8 o + 7 are also an operand B: of 8 columns, which these rows are.
+  struct Tile {
+    unsigned part[PARTS][4];
+
+    __device__ __forceinline__ void columns(unsigned (&b)[PARTS][2], int octet) const {
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) b[p][0] = part[p][octet], b[p][1] = part[p][2 + octet];
+    }
+  };
+
+  // acc[i][j] += a b, where b is an octet of the rows of `b`.
+  template <int ROWS, int COLUMNS>
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][COLUMNS][4], Sums<ROWS, COLUMNS>& sums, int i, int j, const Tile& a, const Tile& b, int octet) {
+    unsigned columns[PARTS][2];
+    b.columns(columns, octet);
+    sums.multiply(acc, i, j, a.part, columns);
+  }
+
+  // Two neighbouring tiles of accumulators: 16 rows and 16 columns.
+  static __device__ __forceinline__ Tile tile(const float (&left)[4], const float (&right)[4]) {
+    const Words words[4] = {split(left[0], left[1]), split(left[2], left[3]), split(right[0], right[1]), split(right[2], right[3])};
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i] = words[i].part[part];
+    return result;
+  }
+
+  // Two neighbouring tiles of operand B, 16 columns in all, which are then the tile's rows.
+  template <int F>
+  static __device__ __forceinline__ Tile tile(const Operand<F>& upper, const Operand<F>& lower) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+        result.part[part][2 * which] = upper.pair[which].part[part], result.part[part][2 * which + 1] = lower.pair[which].part[part];
+    return result;
+  }
+
+  // The tile whose rows are `from`'s columns, by the warp together.
+  static __device__ __forceinline__ Tile transposed(const Tile& from) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i / 2 + 2 * (i % 2)] = transpose_8x8(from.part[part][i]);
+    return result;
+  }
+
+  // Operand A's tile that starts at `page`; and into it, for column tiles `step` (an even one) and the next.
+  template <int PAGE>
+  static __device__ __forceinline__ Tile load_tile(const float* page, int lane) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) load(result.part[part], page + part * PAGE + 4 * lane);
+    return result;
+  }
+
+  template <int STEPS>
+  static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) store(a + ((row_tile * (STEPS / 2) + step / 2) * PARTS + part) * 128 + 4 * lane, both.part[part]);
+  }
+
+  // The same for two column tiles of keys: for each 8 keys k and k', rounded and then the rests.
+  template <int STEPS>
+  static __device__ __forceinline__ void store_key(float* b, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+    unsigned words[2][PARTS][2];
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) both.columns(words[octet], octet);
+    const unsigned(&quads)[PARTS][4] = reinterpret_cast<const unsigned(&)[PARTS][4]>(words);
+#pragma unroll
+    for (int quad = 0; quad < PARTS; ++quad) store(b + ((row_tile * (STEPS / 2) + step / 2) * PARTS + quad) * 128 + 4 * lane, quads[quad]);
+  }
+
+  // The same for two column tiles of values, transposed within the warp: for each 8 channels the keys' two pairs, rounded and then the rests.
+  template <int STEPS, int STRIDE>
+  static __device__ __forceinline__ void store_value(float* v, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+    unsigned words[2][PARTS][2];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i / 2][part][i % 2] = transpose_8x8(both.part[part][i]);
+    const unsigned(&quads)[PARTS][4] = reinterpret_cast<const unsigned(&)[PARTS][4]>(words);
+#pragma unroll
+    for (int quad = 0; quad < PARTS; ++quad) store(v + ((row_tile * (STEPS / 2) + step / 2) * PARTS + quad) * 128 + 4 * lane, quads[quad]);
   }
 };
 
@@ -659,7 +796,7 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g;
-      const bool real = row % C::PADDED_LENGTH < C::LENGTH && first + row / C::PADDED_LENGTH < sequences;
+      const bool real = row % C::PADDED_LENGTH < C::LENGTH && (C::SEQUENCES == 1 || first + row / C::PADDED_LENGTH < sequences);
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
@@ -694,9 +831,12 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
     for (int step = 0; step < STEPS; ++step) {
       const int channel = (step * LANES + lane) * VEC;
       if (channel < C::PADDED_DIM) {
+        constexpr int AT_ONCE = C::Math::STORED_TILES == 2 && C::FRAGMENT == 4 && VEC % 4 == 0 ? 4 : 2;
 #pragma unroll
-        for (int i = 0; i < VEC; i += 2) {
-          const float upper[2] = {values[0][step][i], values[0][step][i + 1]}, lower[2] = {values[1][step][i], values[1][step][i + 1]};
+        for (int i = 0; i < VEC; i += AT_ONCE) {
+          float upper[AT_ONCE], lower[AT_ONCE];
+#pragma unroll
+          for (int n = 0; n < AT_ONCE; ++n) upper[n] = values[0][step][i + n], lower[n] = values[1][step][i + n];
           C::Math::template store_rows<C::FRAGMENT, C::PADDED_DIM / 8, C::NORMED_PAGE>(shared + C::NORMED, row_tile, g, channel + i, upper, lower);
         }
       }
@@ -706,36 +846,46 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
 }
 
 // Stage 2: q, k and v of the block's tokens. Warps stand ACROSS side by side over groups of column tiles; the others take
-// further rows. Tile j of a group is COLUMN_GROUPS tiles from its tile j-1. Each head's columns are padded to PADDED_HEAD_DIM, and a column tile lies in one head of one of q, k, v.
+// further rows. A group's tiles are stored Math::STORED_TILES at once, which are neighbours in one head of one of q, k, v; from these to the
+// group's next ones are COLUMN_GROUPS times as many. Each head's columns are padded to PADDED_HEAD_DIM.
 template <typename C>
 struct QkvProduct {
   using Math = typename C::Math;
   using Held = HeldWeights<Math, C::PADDED_DIM, C::FRAGMENT, C::QKV_COLUMNS>;
   static constexpr int COLUMN_GROUPS = 3 * C::INNER / 8 / C::QKV_COLUMNS, ROW_GROUPS = C::ROWS / 16 / C::QKV_ROWS;
   static constexpr int ACROSS = C::QKV_WARPS_ACROSS, DOWN = C::WARPS / ACROSS;
+  static constexpr int AT_ONCE = Math::STORED_TILES;
 
-  // FRAGMENT weights of a column of tile j of the group, from channel k on: values, or the words that hold them.
+  // Column tile j of a group.
+  static __device__ __forceinline__ int column_tile(int j, int group) { return (j / AT_ONCE * COLUMN_GROUPS + group) * AT_ONCE + j % AT_ONCE; }
+
+  // Weights of `column` (which counts through the padded heads of q, k and v) from channel k on: values, or the words that hold them.
+  template <typename T, int N>
+  static __device__ __forceinline__ void load_weights(const Element* __restrict__ weight, int column, int k, T (&to)[N]) {
+    int row = column;
+    bool real = true;
+    if constexpr (C::HEAD_DIM < C::PADDED_HEAD_DIM) {
+      const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;  // head counts through q, k and v
+      row = head * C::HEAD_DIM + within, real = within < C::HEAD_DIM;
+    }
+    const Element* from = weight + row * C::DIM + k;
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = T{};
+    if constexpr (C::DIM % C::FRAGMENT == 0) {
+      if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_here(to, from);
+    } else {
+      load_some<true>(to, from, real, k, C::DIM);
+    }
+  }
+
+  // FRAGMENT weights of a column of tile j of the group, from channel k on.
   struct Load {
     const Element* __restrict__ weight;
     int group;
 
     template <typename T, int N>
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
-      const int column = (j * COLUMN_GROUPS + group) * 8 + within_tile;
-      int row = column;
-      bool real = true;
-      if constexpr (C::HEAD_DIM < C::PADDED_HEAD_DIM) {
-        const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;  // head counts through q, k and v
-        row = head * C::HEAD_DIM + within, real = within < C::HEAD_DIM;
-      }
-      const Element* from = weight + row * C::DIM + k;
-#pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = T{};
-      if constexpr (C::DIM % C::FRAGMENT == 0) {
-        if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_constant(to, from);
-      } else {
-        load_some<true>(to, from, real, k, C::DIM);
-      }
+      load_weights(weight, column_tile(j, group) * 8 + within_tile, k, to);
     }
   };
 
@@ -749,18 +899,19 @@ struct QkvProduct {
       float acc[C::QKV_ROWS][C::QKV_COLUMNS][4] = {};
       Math::template product<C::PADDED_DIM, C::FRAGMENT, C::NORMED_PAGE>(acc, shared + C::NORMED + first_tile * C::NORMED_PAGES * C::NORMED_PAGE, lane, operand);
 #pragma unroll
-      for (int j = 0; j < C::QKV_COLUMNS; ++j) {
+      for (int j = 0; j < C::QKV_COLUMNS; j += AT_ONCE) {
         constexpr int EACH = C::QKV_COLUMNS / 3;  // a group with as many tiles of q as of k and v knows which is which
-        const int which = C::QKV_COLUMNS % 3 == 0 ? j / (EACH > 0 ? EACH : 1) : (j * COLUMN_GROUPS + group) / STEPS;
-        const int step = j * COLUMN_GROUPS + group - which * STEPS;
+        const int which = C::QKV_COLUMNS % 3 == 0 ? j / (EACH > 0 ? EACH : 1) : column_tile(j, group) / STEPS;
+        const int step = column_tile(j, group) - which * STEPS;
 #pragma unroll
         for (int i = 0; i < C::QKV_ROWS; ++i) {
+          const float(&tiles)[AT_ONCE][4] = reinterpret_cast<const float(&)[AT_ONCE][4]>(acc[i][j]);
           if (which == 0)
-            Math::template store_query<STEPS>(shared + C::QUERY, first_tile + i, step, lane, acc[i][j]);
+            Math::template store_query<STEPS>(shared + C::QUERY, first_tile + i, step, lane, tiles);
           else if (which == 1)
-            Math::template store_key<STEPS>(shared + C::KEY, first_tile + i, step, lane, acc[i][j]);
+            Math::template store_key<STEPS>(shared + C::KEY, first_tile + i, step, lane, tiles);
           else
-            Math::template store_value<STEPS, C::VALUE_STRIDE>(shared + C::VALUE, first_tile + i, step, lane, acc[i][j]);
+            Math::template store_value<STEPS, C::VALUE_STRIDE>(shared + C::VALUE, first_tile + i, step, lane, tiles);
         }
       }
     }
@@ -793,26 +944,53 @@ struct QkvProduct {
 };
 
 // Stage 3: softmax(q k^T / sqrt(HEAD_DIM)) v, a warp for 16 queries of one head, streaming over tiles of keys with a running
-// maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result replaces the queries,
-// in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
+// maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result takes the place of the queries in
+// shared memory, in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
 // (or, in Ffma, by lanes of the same row).
 template <typename C>
-__device__ __forceinline__ void attention(float* shared) {
+struct Attention {
   using Math = typename C::Math;
-  constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
-  constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  static constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
+  static constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
+
+  // q, k and v of one row tile and head as fragments in shared memory.
+  struct Shared {
+    static constexpr bool IN_SHARED = true;
+    static constexpr int UNROLL = KEY_STEPS <= 4 ? KEY_STEPS : 1;
+    const float* shared;
+    int tile, head, lane;
+
+    __device__ __forceinline__ int first_key(int step) const { return tile / TILES * TILES + step * (C::KEY_TILE / 16); }
+
+    __device__ __forceinline__ void scores(float (&p)[1][KEYS][4], int step) const {
+      Math::template scores<COLUMNS, STEPS>(p, shared + C::QUERY, shared + C::KEY, tile, first_key(step), head * COLUMNS, lane);
+    }
+
+    __device__ __forceinline__ void weighted_sum(float (&out)[1][COLUMNS][4], const float (&p)[1][KEYS][4], int step) const {
+      Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_key(step), head * COLUMNS, lane);
+    }
+  };
+
+  static __device__ __forceinline__ void run(float* shared) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
-    const int unit = warp + turn * C::WARPS;
-    if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
-    const int head = unit % C::HEADS, tile = unit / C::HEADS, first_tile = tile / TILES * TILES;
+    for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
+      const int unit = warp + turn * C::WARPS;
+      if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
+      const int head = unit % C::HEADS, tile = unit / C::HEADS;
+      attend(shared, Shared{shared, tile, head, lane}, tile, head, lane);
+    }
+  }
+
+  // One row tile and head; operands.scores(p, step) and operands.weighted_sum(out, p, step) multiply a step's keys and values.
+  template <typename Operands>
+  static __device__ __forceinline__ void attend(float* shared, const Operands& operands, int tile, int head, int lane) {
     float out[1][COLUMNS][4] = {};
     float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
-#pragma unroll (KEY_STEPS <= 4 ? KEY_STEPS : 1)
+#pragma unroll Operands::UNROLL
     for (int step = 0; step < KEY_STEPS; ++step) {
       float p[1][KEYS][4] = {};
-      Math::template scores<COLUMNS, STEPS>(p, shared + C::QUERY, shared + C::KEY, tile, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
+      operands.scores(p, step);
       if constexpr (C::LENGTH < C::PADDED_LENGTH) {
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
@@ -844,17 +1022,141 @@ __device__ __forceinline__ void attention(float* shared) {
         sum[half] += tile_sum;
         highest[half] = now;
       }
-      Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
+      operands.weighted_sum(out, p, step);
     }
-    __syncwarp();  // the queries have been read
+    if constexpr (Operands::IN_SHARED) __syncwarp();  // the queries have been read
     const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
+    constexpr int AT_ONCE = Math::STORED_TILES;
 #pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-      const float c[4] = {out[0][j][0] * upper, out[0][j][1] * upper, out[0][j][2] * lower, out[0][j][3] * lower};
+    for (int j = 0; j < COLUMNS; j += AT_ONCE) {
+      float c[AT_ONCE][4];
+#pragma unroll
+      for (int next = 0; next < AT_ONCE; ++next)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[next][i] = out[0][j + next][i] * (i < 2 ? upper : lower);
       Math::template store_query<STEPS>(shared + C::QUERY, tile, head * COLUMNS + j, lane, c);
     }
   }
-}
+};
+
+// Stages 2 and 3 without shared memory between them: a warp computes q, k and v of one head for all tokens of one sequence, keeps them as
+// operands in registers, and then its attention. Accumulators of q are where operand A of the scores has to be, those of k where their
+// operand B has to be, and those of v, transposed within the warp, where operand B of the weighted sum has to be.
+// The weights are held in portions: MATRICES of q, k and v for 16 channels of the head. Row tiles go ROWS at a time, with a __syncwarp between, over
+// which the compiler moves no loads: it would fetch the tokens of all of them at once, and run out of registers.
+template <typename C>
+struct HeadRegisters {
+  using Math = typename C::Math;
+  using Tile = typename Math::Tile;
+  static constexpr int TILES = C::PADDED_LENGTH / 16, SLICES = C::PADDED_HEAD_DIM / 16, ROWS = C::QKV_ROWS;
+  static constexpr int MATRICES = C::QKV_COLUMNS / 2, TURNS = 3 / MATRICES, PORTIONS = TURNS * SLICES;
+  using Held = HeldWeights<Math, C::PADDED_DIM, C::FRAGMENT, 2 * MATRICES>;
+
+  Tile operands[3][TILES][SLICES];  // q, k and v transposed
+
+  static __device__ __forceinline__ int head() { return static_cast<int>(threadIdx.x) / 32 % C::HEADS; }
+  static __device__ __forceinline__ int sequence() { return threadIdx.x / 32 / C::HEADS; }
+
+  // Which of q, k and v the matrix `m` of a portion is: q comes last, as it is needed first.
+  static __device__ __forceinline__ constexpr int matrix(int portion, int m) { return MATRICES == 3 ? m : (portion % TURNS + 1) % 3; }
+
+  // FRAGMENT weights of a column of tile j of a portion, from channel k on.
+  struct Load {
+    const Element* __restrict__ weight;
+    int portion;
+
+    template <typename T, int N>
+    __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
+      const int column = (matrix(portion, j / 2) * C::HEADS + head()) * C::PADDED_HEAD_DIM + 16 * (portion / TURNS) + 8 * (j % 2) + within_tile;
+      QkvProduct<C>::load_weights(weight, column, k, to);
+    }
+  };
+
+  // `held` has the first portion's weights; those of further ones are read here.
+  __device__ __forceinline__ void project(const float* shared, const Element* __restrict__ weight, Held& held) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int portion = 0; portion < PORTIONS; ++portion) {
+      if (portion > 0) {
+        __syncwarp();
+        held.read(lane, Load{weight, portion}), held.pack();
+      }
+#pragma unroll
+      for (int first = 0; first < TILES; first += ROWS) {
+        __syncwarp();
+        multiply(shared, held, portion, first, lane);
+      }
+    }
+  }
+
+  // One portion for ROWS row tiles.
+  __device__ __forceinline__ void multiply(const float* shared, const Held& held, int portion, int first, int lane) {
+    const float* a = shared + C::NORMED + (sequence() * TILES + first) * C::NORMED_PAGES * C::NORMED_PAGE;
+    float acc[ROWS][2 * MATRICES][4] = {};
+    typename Math::template Sums<ROWS, 2 * MATRICES> sums;
+#pragma unroll
+    for (int step = 0; step < Held::STEPS; ++step) {
+      Tile tokens[ROWS];
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) tokens[i] = Math::template load_tile<C::NORMED_PAGE>(a + (i * Held::STEPS + step) * Math::PAGES * C::NORMED_PAGE, lane);
+#pragma unroll
+      for (int m = 0; m < MATRICES; ++m) {
+        const Tile weights = Math::tile(held.values[2 * m][step], held.values[2 * m + 1][step]);
+#pragma unroll
+        for (int octet = 0; octet < 2; ++octet)
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i) Math::multiply(acc, sums, i, 2 * m + octet, tokens[i], weights, octet);
+      }
+    }
+    sums.add_to(acc);
+#pragma unroll
+    for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        const Tile result = Math::tile(acc[i][2 * m], acc[i][2 * m + 1]);
+        operands[matrix(portion, m)][first + i][portion / TURNS] = matrix(portion, m) == 2 ? Math::transposed(result) : result;
+      }
+  }
+
+  // Those of row tile `tile`, as Attention::attend multiplies them.
+  struct RowTile {
+    static constexpr bool IN_SHARED = false;
+    static constexpr int KEYS = C::KEY_TILE / 8, UNROLL = C::PADDED_LENGTH / C::KEY_TILE;
+    const Tile (&operands)[3][TILES][SLICES];
+    int tile;
+
+    __device__ __forceinline__ void scores(float (&p)[1][KEYS][4], int step) const {
+      typename Math::template Sums<1, KEYS> sums;
+#pragma unroll
+      for (int slice = 0; slice < SLICES; ++slice)
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+          Math::multiply(p, sums, 0, j, operands[0][tile][slice], operands[1][step * (KEYS / 2) + j / 2][slice], j % 2);
+      sums.add_to(p);
+    }
+
+    __device__ __forceinline__ void weighted_sum(float (&out)[1][2 * SLICES][4], const float (&p)[1][KEYS][4], int step) const {
+      typename Math::template Sums<1, 2 * SLICES> sums;
+#pragma unroll
+      for (int pair = 0; pair < KEYS / 2; ++pair) {
+        const Tile weights = Math::tile(p[0][2 * pair], p[0][2 * pair + 1]);
+#pragma unroll
+        for (int j = 0; j < 2 * SLICES; ++j) Math::multiply(out, sums, 0, j, weights, operands[2][step * (KEYS / 2) + pair][j / 2], j % 2);
+      }
+      sums.add_to(out);
+    }
+  };
+
+  __device__ __forceinline__ void attend(float* shared) const {
+#pragma unroll
+    for (int first = 0; first < TILES; first += ROWS) {
+      __syncwarp();
+#pragma unroll
+      for (int tile = first; tile < first + ROWS; ++tile)
+        Attention<C>::attend(shared, RowTile{operands, tile}, sequence() * TILES + tile, head(), threadIdx.x % 32);
+    }
+  }
+};
 
 // Stage 4: output product, bias and residual, written to the grid by stride.
 template <typename C>
@@ -878,7 +1180,7 @@ struct OutProduct {
 #pragma unroll
       for (int i = 0; i < N; ++i) to[i] = T{};
       if constexpr (C::HEAD_DIM % 2 == 0) {
-        if (real && within < C::HEAD_DIM) load_constant(to, from);
+        if (real && within < C::HEAD_DIM) load_here(to, from);
       } else {
         load_some<true>(to, from, real, within, C::HEAD_DIM);
       }
@@ -900,14 +1202,18 @@ struct OutProduct {
           load_pair(residual[i][j][half], x + at, column);
         }
       });
+      float biases[C::OUT_COLUMNS][2];
+#pragma unroll
+      for (int j = 0; j < C::OUT_COLUMNS; ++j) {
+        const int column = (group * C::OUT_COLUMNS + j) * 8 + 2 * (lane % 4);
+        if (C::DIM % 8 == 0 || column < C::DIM) load_pair(biases[j], bias + column, column);
+      }
       float acc[C::OUT_ROWS][C::OUT_COLUMNS][4] = {};
       Math::template product<C::INNER, 2, 128>(acc, shared + C::QUERY + first_tile * C::QUERY_PAGES * 128, lane, operand);
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int, int column, long long at) {
-        float pair[2], kept[2];
-        load_pair(pair, bias + column, column);
+        float kept[2];
         unpack(kept, residual[i][j][half]);
-        pair[0] += acc[i][j][2 * half] + kept[0];
-        pair[1] += acc[i][j][2 * half + 1] + kept[1];
+        const float pair[2] = {biases[j][0] + (acc[i][j][2 * half] + kept[0]), biases[j][1] + (acc[i][j][2 * half + 1] + kept[1])};
         if constexpr (C::DIM % 2 == 0) {
           store(y + at, pair);
         } else {
@@ -939,7 +1245,7 @@ struct OutProduct {
       for (int half = 0; half < 2; ++half) {
         const int row = 16 * (first_tile + i) + 8 * half + lane / 4;
         const int token = row % C::PADDED_LENGTH, sequence = first + row / C::PADDED_LENGTH;
-        if (token >= C::LENGTH || sequence >= sequences) continue;
+        if (token >= C::LENGTH || (C::SEQUENCES > 1 && sequence >= sequences)) continue;
         const long long start = C::offset(sequence, token);
 #pragma unroll
         for (int j = 0; j < C::OUT_COLUMNS; ++j) {
@@ -962,6 +1268,14 @@ struct OutProduct {
       held.pack();
       rows(shared, x, y, bias, first, sequences, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
     }
+  }
+
+  // Weights held in registers, packed, where one turn takes all columns.
+  static __device__ __forceinline__ void run_held(const float* shared, const Element* x, Element* y, const Element* __restrict__ bias, int first, int sequences,
+                                                  const Held& held) {
+    static_assert(COLUMN_GROUPS == ACROSS, "the weights of one column group are held");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    rows(shared, x, y, bias, first, sequences, warp % ACROSS, warp, lane, [&](int j, int step) { return held.values[j][step]; });
   }
 
   // Weights read from global memory (and the caches) at each use.
@@ -987,18 +1301,17 @@ struct Row {
 
   // The configuration
   using Math = HalfCore<Bf16, 1>;
-  static constexpr int SEQUENCES = 1, WARPS = 8, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
-  static constexpr int NORM_LANES = 16, NORM_VECTOR = 4;
-  static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 3, QKV_WARPS_ACROSS = 8;
-  static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 1, OUT_WARPS_ACROSS = 8;
+  static constexpr int SEQUENCES = 1, WARPS = 4, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
+  static constexpr int NORM_LANES = 8, NORM_VECTOR = 4;
+  static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
+  static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
   static constexpr int KEY_TILE = 32, FRAGMENT = 4;
   static constexpr bool KEEP_X = false;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
-  static constexpr int NORMED = 0, NORMED_PAGE = 136, NORMED_PAGES = 4;  // of a row tile
-  static constexpr int QUERY = 1088, QUERY_PAGES = 4, KEY = 2112;
-  static constexpr int VALUE = 3136, VALUE_STRIDE = 128;
+  static constexpr int NORMED = 0, NORMED_PAGE = 144, NORMED_PAGES = 4;  // of a row tile
+  static constexpr int QUERY = 1152, QUERY_PAGES = 4;  // the attention's result
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1015,18 +1328,18 @@ struct Column {
 
   // The configuration
   using Math = HalfCore<Bf16, 1>;
-  static constexpr int SEQUENCES = 1, WARPS = 8, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
-  static constexpr int NORM_LANES = 16, NORM_VECTOR = 4;
-  static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 3, QKV_WARPS_ACROSS = 8;
-  static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 1, OUT_WARPS_ACROSS = 8;
+  static constexpr int SEQUENCES = 1, WARPS = 4, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
+  static constexpr int NORM_LANES = 8, NORM_VECTOR = 4;
+  static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
+  static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
   static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = false;
+  static constexpr bool KEEP_X = true;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
-  static constexpr int NORMED = 0, NORMED_PAGE = 136, NORMED_PAGES = 4;  // of a row tile
-  static constexpr int QUERY = 1088, QUERY_PAGES = 4, KEY = 2112;
-  static constexpr int VALUE = 3136, VALUE_STRIDE = 128;
+  static constexpr int NORMED = 0, NORMED_PAGE = 144, NORMED_PAGES = 4;  // of a row tile
+  static constexpr int QUERY = 1152, QUERY_PAGES = 4;  // the attention's result
+  static constexpr int KEPT = 2176, KEPT_STRIDE = 72;  // in elements
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1045,15 +1358,16 @@ axial_row(const Element* x, Element* y, const Element* __restrict__ norm_weight,
   allow_next_kernel();
   tokens.load_turn(x, 0, first, sequences);
   const NormWeights<Row> norm(norm_weight, norm_bias);
-  QkvProduct<Row>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, QkvProduct<Row>::Load{qkv_weight, static_cast<int>(threadIdx.x) / 32 % QkvProduct<Row>::ACROSS});
-  load_and_normalise<Row>(x, tokens, norm, first, sequences, shared);
-  __syncthreads();
-  QkvProduct<Row>::run<true>(shared, qkv_weight, qkv_held);
+  HeadRegisters<Row>::Held qkv_held;
+  qkv_held.read(threadIdx.x % 32, HeadRegisters<Row>::Load{qkv_weight, 0});
   OutProduct<Row>::Held out_held;
-  __syncthreads();
-  attention<Row>(shared);
+  load_and_normalise<Row>(x, tokens, norm, first, sequences, shared);
   out_held.read(threadIdx.x % 32, OutProduct<Row>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Row>::ACROSS});
+  qkv_held.pack();
+  __syncthreads();
+  HeadRegisters<Row> heads;
+  heads.project(shared, qkv_weight, qkv_held);
+  heads.attend(shared);
   __syncthreads();
   OutProduct<Row>::run<true>(shared, x, y, out_weight, out_bias, first, sequences, out_held);
 }
@@ -1066,17 +1380,18 @@ axial_col(const Element* x, Element* y, const Element* __restrict__ norm_weight,
   TokenPair<Column> tokens;
   allow_next_kernel();
   const NormWeights<Column> norm(norm_weight, norm_bias);
-  QkvProduct<Column>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, QkvProduct<Column>::Load{qkv_weight, static_cast<int>(threadIdx.x) / 32 % QkvProduct<Column>::ACROSS});
+  HeadRegisters<Column>::Held qkv_held;
+  qkv_held.read(threadIdx.x % 32, HeadRegisters<Column>::Load{qkv_weight, 0});
+  OutProduct<Column>::Held out_held;
+  qkv_held.pack();
   wait_for_previous_kernel();
   tokens.load_turn(x, 0, first, sequences);
   load_and_normalise<Column>(x, tokens, norm, first, sequences, shared);
-  __syncthreads();
-  QkvProduct<Column>::run<true>(shared, qkv_weight, qkv_held);
-  OutProduct<Column>::Held out_held;
-  __syncthreads();
-  attention<Column>(shared);
   out_held.read(threadIdx.x % 32, OutProduct<Column>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Column>::ACROSS});
+  __syncthreads();
+  HeadRegisters<Column> heads;
+  heads.project(shared, qkv_weight, qkv_held);
+  heads.attend(shared);
   __syncthreads();
   OutProduct<Column>::run<true>(shared, x, y, out_weight, out_bias, first, sequences, out_held);
 }
@@ -1179,19 +1494,19 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   {
     // Rows: 1 sequence a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row, 16640, device, allowed);
+    allow_shared(axial_row, 8704, device, allowed);
     const int sequences = static_cast<int>(batch * 32);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    cudaLaunchConfig_t config = grid(blocks, 256, 16640, stream);
+    cudaLaunchConfig_t config = grid(blocks, 128, 8704, stream);
     check(cudaLaunchKernelEx(&config, axial_row, data(x), out, data(row_norm_weight), data(row_norm_bias), data(row_qkv_weight), data(row_out_weight), data(row_out_bias), sequences), "axial_row could not be launched");
   }
   {
     // Columns: 1 sequence a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col, 16640, device, allowed);
+    allow_shared(axial_col, 13312, device, allowed);
     const int sequences = static_cast<int>(batch * 32);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    cudaLaunchConfig_t config = grid(blocks, 256, 16640, stream);
+    cudaLaunchConfig_t config = grid(blocks, 128, 13312, stream);
     cudaLaunchAttribute overlap{};  // its weights load while the kernel before it ends; it waits before it reads y
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -1460,14 +1775,27 @@ def _save_inputs(ctx, inputs, output):
 
 
 class _Differentiable(torch.autograd.Function):
-    """The kernels with gradients, in eager mode; in compiled and exported graphs the op below has them."""
+    """The kernels with gradients, in eager mode; in compiled and exported graphs the op below has them.
+
+    forward saves its inputs itself: with a setup_context, apply() works out forward's signature at each call, which takes longer than the kernels.
+    """
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        return _launcher()(x, *weights)
+
+    backward = staticmethod(_gradients)
+
+
+class _Transformable(_Differentiable):
+    """The same for torch.func's transforms, which ask for a setup_context."""
 
     @staticmethod
     def forward(x, *weights):
         return _launcher()(x, *weights)
 
     setup_context = staticmethod(_save_inputs)
-    backward = staticmethod(_gradients)
 
 
 def _on_cuda(x, *weights):
@@ -1554,7 +1882,8 @@ class ModelNew(nn.Module):
         if not _fits_gpu(x.get_device()):
             return self._pytorch_form(x)
         if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in weights)):
-            return _Differentiable.apply(x, *weights)
+            kind = _Transformable if torch._C._are_functorch_transforms_active() else _Differentiable
+            return kind.apply(x, *weights)
         return _launcher()(x, *weights)
 
     def _weights(self):

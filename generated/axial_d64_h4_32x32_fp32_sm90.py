@@ -1,27 +1,28 @@
 """Axial attention block: dim 64, 4 heads, 32x32, float32, for sm_90.
 
 Row attention, then column attention over (batch, height, width, dim), with LayerNorm before and a residual after each
-axis. Tuned for batch 4; any batch is computed.
+axis. Tuned for batch 4; any batch is computed. The fp16x3 arithmetic keeps operands of products as pairs of fp16
+values: one beyond 65504 becomes infinite, and what is below 1e-11 is lost.
 
 Configuration:
-    row: family sequence, math tf32x3, sequences 1, warps 8, qkv_rows 2, qkv_columns 3, out_rows 2, out_columns 1,
-         key_tile 32, fragment 4, weights hold, prefetch none, padding True, residual shared, norm_lanes 16,
-         dependent_launch True, min_blocks 2
-    col: family sequence, math tf32x3, sequences 1, warps 8, qkv_rows 2, qkv_columns 3, out_rows 2, out_columns 1,
-         key_tile 32, fragment 4, weights hold, prefetch qkv, padding True, residual shared, norm_lanes 16,
-         dependent_launch True, min_blocks 2
+    row: family sequence, math fp16x3, heads registers, sequences 1, warps 8, qkv_rows 2, qkv_columns 6, out_rows 2,
+         out_columns 2, key_tile 32, fragment 4, weights hold, prefetch both, padding True, residual reload,
+         norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
+    col: family sequence, math fp16x3, heads registers, sequences 1, warps 8, qkv_rows 2, qkv_columns 6, out_rows 2,
+         out_columns 2, key_tile 32, fragment 4, weights hold, prefetch both, padding True, residual reload,
+         norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
 
 Measured on NVIDIA H200.
-    device time: 10.74 +- 0.02 us
-    device time, L2 flushed: 15.63 us
-    wall time of a call: 44.53 us
-    default configuration, device time: 11.56 us
-    PyTorch (torch.compile + SDPA), device time: 72.84 us
-    PyTorch (torch.compile + SDPA), wall time of a call: 436.79 us
-    error against float64: 4.4e-06 of the output's scale
-Command: python cli.py tune --dim 64 --heads 4
-Written 2026-11-29T17:01:32Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
-Beats the default configuration by 0.68 us (spread 0.01 us).
+    device time: 9.87 +- 0.01 us
+    device time, L2 flushed: 15.26 us
+    wall time of a call: 25.71 us
+    default configuration, device time: 9.85 us
+    PyTorch (torch.compile), device time: 67.38 us
+    PyTorch (torch.compile), wall time of a call: 908.41 us
+    error against float64: 1.2e-06 of the output's scale
+Command: python cli.py tune --dim 64 --heads 4 --storage none
+Written 2026-11-29T23:12:48Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
 kernels are built at the first call with a CUDA tensor, which needs the CUDA toolkit and a C++ compiler; CPU tensors,
@@ -51,25 +52,27 @@ SPEC = {"dim": 64, "heads": 4, "height": 32, "width": 32, "batch": 4, "dtype": "
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "sequence", "math": "tf32x3", "sequences": 1, "warps": 8, "qkv_rows": 2, "qkv_columns": 3,
-        "out_rows": 2, "out_columns": 1, "key_tile": 32, "fragment": 4, "weights": "hold", "prefetch": "none",
-        "padding": True, "residual": "shared", "norm_lanes": 16, "dependent_launch": True, "min_blocks": 2,
+        "family": "sequence", "math": "fp16x3", "heads": "registers", "sequences": 1, "warps": 8, "qkv_rows": 2,
+        "qkv_columns": 6, "out_rows": 2, "out_columns": 2, "key_tile": 32, "fragment": 4, "weights": "hold",
+        "prefetch": "both", "padding": True, "residual": "reload", "norm_lanes": 8, "dependent_launch": True,
+        "min_blocks": 1, "rounds": 1,
     },
     "col": {
-        "family": "sequence", "math": "tf32x3", "sequences": 1, "warps": 8, "qkv_rows": 2, "qkv_columns": 3,
-        "out_rows": 2, "out_columns": 1, "key_tile": 32, "fragment": 4, "weights": "hold", "prefetch": "qkv",
-        "padding": True, "residual": "shared", "norm_lanes": 16, "dependent_launch": True, "min_blocks": 2,
+        "family": "sequence", "math": "fp16x3", "heads": "registers", "sequences": 1, "warps": 8, "qkv_rows": 2,
+        "qkv_columns": 6, "out_rows": 2, "out_columns": 2, "key_tile": 32, "fragment": 4, "weights": "hold",
+        "prefetch": "both", "padding": True, "residual": "reload", "norm_lanes": 8, "dependent_launch": True,
+        "min_blocks": 1, "rounds": 1,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row", "axis": "row", "threads": 256, "shared_bytes": 43008, "items_per_block": 1,
+        "name": "axial_row", "axis": "row", "threads": 128, "shared_bytes": 16896, "items_per_block": 1,
         "dependent_launch": False,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
     },
     {
-        "name": "axial_col", "axis": "col", "threads": 256, "shared_bytes": 43008, "items_per_block": 1,
+        "name": "axial_col", "axis": "col", "threads": 128, "shared_bytes": 16896, "items_per_block": 1,
         "dependent_launch": True,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
@@ -77,14 +80,13 @@ KERNELS = [
 ]
 SCRATCH = {}
 PROVENANCE = {
-    "measured": True, "command": "python cli.py tune --dim 64 --heads 4", "date": "2026-11-29T17:01:32Z",
-    "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130", "cuda": "13.0",
-    "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 10.742666820685068,
-    "spread_us": 0.015333294868469238, "cold_us": 15.63199982047081, "wall_us": 44.53453030307766,
-    "default_us": 11.557714215346746, "pytorch_us": 72.83999770879745, "pytorch_wall_us": 436.79290909117503,
-    "pytorch_form": "torch.compile + SDPA", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
-    "error": 4.440753890160166e-06, "partial": False,
-    "note": "Beats the default configuration by 0.68 us (spread 0.01 us).",
+    "measured": True, "command": "python cli.py tune --dim 64 --heads 4 --storage none",
+    "date": "2026-11-29T23:12:48Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 9.86857180084501,
+    "spread_us": 0.008571360792433147, "cold_us": 15.263999812304974, "wall_us": 25.70919500001878,
+    "default_us": 9.850857513291494, "pytorch_us": 67.38000363111496, "pytorch_wall_us": 908.4102000002758,
+    "pytorch_form": "torch.compile", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
+    "error": 1.1612849372712779e-06, "partial": False, "note": "The default configuration is the fastest.",
 }
 
 CUDA_SOURCE = r'''
@@ -147,6 +149,18 @@ __device__ __forceinline__ float group_max(float value) {
 }
 
 #ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+// N (1, 2 or 4) neighbouring words by a plain load, which stays on its side of a barrier. A load of constants (ld.global.nc) does not: the compiler
+// moves it to its first use, and what was to arrive during another stage is then waited for.
+template <int N>
+__device__ __forceinline__ void load_here(unsigned (&to)[N], const void* from) {
+  if constexpr (N == 4)
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+  else if constexpr (N == 2)
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+  else
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
 
 // c += a b for a 16x8 tile and a sum over 8 (PTX ISA, mma.m16n8k8 with .tf32): a = (g, t), (g+8, t), (g, t+4),
 // (g+8, t+4); b0 = (t, g), b1 = (t+4, g); c = (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). The unit ignores the
@@ -225,6 +239,45 @@ __device__ __forceinline__ void allow_next_kernel() {
 
 #endif
 
+template <int N>
+__device__ __forceinline__ void load_here(float (&to)[N], const float* from) {
+  unsigned words[N];
+  load_here(words, static_cast<const void*>(from));
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = __uint_as_float(words[i]);
+}
+
+// 16-bit types: two values in a word, the first in the low half.
+struct Fp16 {
+  unsigned short bits;
+
+  static __device__ __forceinline__ unsigned pack(float first, float second) { return pack_fp16(first, second); }
+  static __device__ __forceinline__ float2 unpack(unsigned word) { return unpack_fp16(word); }
+  static __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_m16n8k16_fp16(c, a, b0, b1); }
+};
+
+struct Bf16 {
+  unsigned short bits;
+
+  static __device__ __forceinline__ unsigned pack(float first, float second) { return pack_bf16(first, second); }
+  static __device__ __forceinline__ float2 unpack(unsigned word) { return float2{__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)}; }
+  static __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_m16n8k16_bf16(c, a, b0, b1); }
+};
+
+template <typename A, typename B>
+constexpr bool SAME = false;
+template <typename A>
+constexpr bool SAME<A, A> = true;
+
+template <bool FIRST, typename A, typename B>
+struct Choose {
+  using Type = A;
+};
+template <typename A, typename B>
+struct Choose<false, A, B> {
+  using Type = B;
+};
+
 // Elements of x, y and the parameters: float, in memory as in registers.
 using Element = float;
 using Word = float;  // what a lane loads elements in
@@ -247,170 +300,327 @@ __device__ __forceinline__ void load_some(Word (&to)[N], const Element* from, bo
     if (real && index + i < limit) to[i] = CONSTANT ? __ldg(from + i) : from[i];
 }
 
-// Operands in shared memory as floats. Operand A's tile of 16 rows and 8 indices of the sum is a page of 32 quadruples, one a
-// lane: (g, k), (g+8, k), (g, k'), (g+8, k'). Which indices are k and k' of lane t is operand B's choice: a lane reads F
-// neighbours of its column at once.
-struct FloatFragments {
-  // Channels `channel` and the next of rows g and g+8 into operand A, for an operand B that is read F at a time. STEPS
-  // counts 8-wide column tiles in a row tile, here and below.
-  template <int F, int STEPS, int PAGE>
-  static __device__ __forceinline__ void store_rows(float* a, int row_tile, int g, int channel, const float (&upper)[2], const float (&lower)[2]) {
-    const int step = channel / (4 * F) * (F / 2) + channel % F / 2, t = channel % (4 * F) / F;
-    const float quad[4] = {upper[0], lower[0], upper[1], lower[1]};
-    store(a + (row_tile * STEPS + step) * PAGE + 4 * (4 * g + t), quad);
+// Products on the tensor cores in 16-bit types. Format says how two floats become one word. PARTS is 1 for operands
+// rounded to the type, or 2 for fp32-grade products: each operand is kept as its rounded value and, SCALE times as large
+// so that it stays a normal number, the rest. The product of the two rests is left out (Ootomo and Yokota 2022).
+//
+// Fragments (PTX ISA, "Matrix fragments for mma.m16n8k16"): operand A's tile of 16 rows and 16 indices is a page of quadruples of
+// words, (g, k), (g+8, k), (g, k'), (g+8, k'), where k and k' are pairs of indices, and a second page with the rests.
+template <typename Format, int PARTS>
+struct HalfCore {
+  static constexpr float SCALE = 2048.0f;
+  static constexpr int PAGES = PARTS;  // of a tile of operand A
+  static constexpr int STORED_TILES = 2;  // neighbouring column tiles that are stored as operands at once: whole quadruples, without bank conflicts
+  static constexpr bool AS_STORED = PARTS == 1 && SAME<Element, Format>;  // weights in memory are operands
+
+  struct Words {  // two neighbouring values: rounded, rest
+    unsigned part[PARTS];
+  };
+
+  static __device__ __forceinline__ Words split(float first, float second) {
+    Words words;
+    words.part[0] = Format::pack(first, second);
+    if constexpr (PARTS == 2) {
+      const float2 rounded = Format::unpack(words.part[0]);
+      words.part[1] = Format::pack((first - rounded.x) * SCALE, (second - rounded.y) * SCALE);
+    }
+    return words;
   }
 
-  // A tile of accumulators into operand A of the next product, for an operand B that is read 2 at a time.
-  template <int STEPS>
-  static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[4]) {
-    const float quad[4] = {c[0], c[2], c[1], c[3]};
-    store(a + (row_tile * STEPS + step) * 128 + 4 * lane, quad);
-  }
-
-  // 16 keys and 8 channels into operand B of the scores: as they are.
-  template <int STEPS>
-  static __device__ __forceinline__ void store_key(float* b, int row_tile, int step, int lane, const float (&c)[4]) {
-    store(b + (row_tile * STEPS + step) * 128 + 4 * lane, c);
-  }
-
-  // 16 keys and 8 channels of v, in rows.
-  template <int STEPS, int STRIDE>
-  static __device__ __forceinline__ void store_value(float* v, int row_tile, int step, int lane, const float (&c)[4]) {
-    float* to = v + (16 * row_tile + lane / 4) * STRIDE + 8 * step + 2 * (lane % 4);
-    const float upper[2] = {c[0], c[1]}, lower[2] = {c[2], c[3]};
-    store(to, upper);
-    store(to + 8 * STRIDE, lower);
-  }
-};
-
-// Products on the tensor cores in TF32. PARTS is 1 for plain TF32, rounded to nearest, or 3 for fp32-grade products: each
-// operand is split into the part that the unit sees and the rest, and all but the product of the two rests are summed,
-// the small ones first (Markidis et al. 2018; Ootomo and Yokota 2022).
-template <int PARTS>
-struct TensorCore : FloatFragments {
   template <int F>
   struct Operand {
-    static constexpr int STEP = 4 * F;  // indices of the sum that a tile takes in one step
-    float values[F];
+    static constexpr int STEP = 16;
+    Words pair[2];
   };
-  template <int F>
-  using Raw = Operand<F>;
 
-  // load_b(tile, column, index, to) reads F neighbouring values of a column of operand B.
+  using Read = typename Choose<AS_STORED, unsigned, float>::Type;
+  static constexpr int READS = AS_STORED ? 1 : 2;  // of a pair
+
+  template <int F>
+  struct Raw {
+    Read values[2][READS];
+  };
+
+  // load_b(tile, column, index, to) reads F neighbouring values of a column of operand B, as floats or as the words they are in memory.
   template <int F, typename LoadB>
   static __device__ __forceinline__ Raw<F> read(int tile, int step, int lane, LoadB load_b) {
     Raw<F> raw;
-    load_b(tile, lane / 4, step * 4 * F + F * (lane % 4), raw.values);
+    if constexpr (F == 4) {
+      load_b(tile, lane / 4, 16 * step + 4 * (lane % 4), reinterpret_cast<Read(&)[2 * READS]>(raw.values));
+    } else {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) load_b(tile, lane / 4, 16 * step + 8 * which + 2 * (lane % 4), raw.values[which]);
+    }
     return raw;
   }
 
   template <int F>
   static __device__ __forceinline__ Operand<F> pack(const Raw<F>& raw) {
-    return raw;
+    if constexpr (AS_STORED)
+      return {Words{raw.values[0][0]}, Words{raw.values[1][0]}};
+    else
+      return {split(raw.values[0][0], raw.values[0][1]), split(raw.values[1][0], raw.values[1][1])};
   }
 
-  static __device__ __forceinline__ float rest(float value) { return value - __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
-
-  // acc += a b for ROWS x COLUMNS tiles and 8 indices of the sum.
+  // The sums of products with a rest, which are SCALE times too large until they are added.
   template <int ROWS, int COLUMNS>
-  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][COLUMNS][4], const float (&a)[ROWS][4], const float (&b)[COLUMNS][2]) {
-    if constexpr (PARTS == 1) {
-      float rounded_a[ROWS][4], rounded_b[COLUMNS][2];
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) rounded_a[i][r] = round_to_tf32(a[i][r]);
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) rounded_b[j][r] = round_to_tf32(b[j][r]);
-      accumulate(acc, rounded_a, rounded_b);
-    } else {
-      float rest_a[ROWS][4], rest_b[COLUMNS][2];
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) rest_a[i][r] = rest(a[i][r]);
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) rest_b[j][r] = rest(b[j][r]);
-      accumulate(acc, rest_a, b);
-      accumulate(acc, a, rest_b);
-      accumulate(acc, a, b);
+  struct Sums {
+    float rest[PARTS == 2 ? ROWS : 1][PARTS == 2 ? COLUMNS : 1][4] = {};
+
+    __device__ __forceinline__ void multiply(float (&acc)[ROWS][COLUMNS][4], int i, int j, const unsigned (&a)[PARTS][4], const unsigned (&b)[PARTS][2]) {
+      if constexpr (PARTS == 2) {
+        Format::mma(rest[i][j], a[1], b[0][0], b[0][1]);
+        Format::mma(rest[i][j], a[0], b[1][0], b[1][1]);
+      }
+      Format::mma(acc[i][j], a[0], b[0][0], b[0][1]);
     }
-  }
 
-  template <int ROWS, int COLUMNS>
-  static __device__ __forceinline__ void accumulate(float (&acc)[ROWS][COLUMNS][4], const float (&a)[ROWS][4], const float (&b)[COLUMNS][2]) {
+    __device__ __forceinline__ void add_to(float (&acc)[ROWS][COLUMNS][4]) const {
+      if constexpr (PARTS == 2) {
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) mma_m16n8k8_tf32(acc[i][j], a[i], b[j][0], b[j][1]);
-  }
+          for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(rest[i][j][c], 1.0f / SCALE, acc[i][j][c]);
+      }
+    }
+  };
 
   // acc += a b over K indices; `a` points to the first row tile's pages, PAGE floats apart, and operand(j, step) supplies b.
   template <int K, int F, int PAGE, int ROWS, int COLUMNS, typename GetB>
   static __device__ __forceinline__ void product(float (&acc)[ROWS][COLUMNS][4], const float* a, int lane, GetB operand) {
-    constexpr int STEPS = K / (4 * F), UNROLL = STEPS <= 32 ? STEPS : 8;
+    Sums<ROWS, COLUMNS> sums;
+    add_product<K, F, PAGE>(acc, sums, a, lane, operand);
+    sums.add_to(acc);
+  }
+
+  // The same for a part of a longer sum, at whose end sums.add_to(acc) is due.
+  template <int K, int F, int PAGE, int ROWS, int COLUMNS, typename GetB>
+  static __device__ __forceinline__ void add_product(float (&acc)[ROWS][COLUMNS][4], Sums<ROWS, COLUMNS>& sums, const float* a, int lane, GetB operand) {
+    constexpr int STEPS = K / 16, UNROLL = STEPS <= 32 ? STEPS : 4;
 #pragma unroll UNROLL
     for (int step = 0; step < STEPS; ++step) {
-      Operand<F> b[COLUMNS];
+      unsigned quad[ROWS][PARTS][4];
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) b[j] = operand(j, step);
+      for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-      for (int part = 0; part < F / 2; ++part) {
-        float quad[ROWS][4], pair[COLUMNS][2];
+        for (int part = 0; part < PARTS; ++part) load(quad[i][part], a + ((i * STEPS + step) * PARTS + part) * PAGE + 4 * lane);
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) load(quad[i], a + (i * (K / 8) + step * (F / 2) + part) * PAGE + 4 * lane);
+      for (int j = 0; j < COLUMNS; ++j) {
+        const Operand<F> fetched = operand(j, step);
+        unsigned b[PARTS][2];
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) pair[j][0] = b[j].values[2 * part], pair[j][1] = b[j].values[2 * part + 1];
-        multiply(acc, quad, pair);
+        for (int part = 0; part < PARTS; ++part) b[part][0] = fetched.pair[0].part[part], b[part][1] = fetched.pair[1].part[part];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) sums.multiply(acc, i, j, quad[i], b);
       }
     }
   }
 
-  // The same for a part of a longer sum; nothing is kept beside the accumulators.
-  template <int ROWS, int COLUMNS>
-  struct Sums {
-    __device__ __forceinline__ void add_to(float (&)[ROWS][COLUMNS][4]) const {}
-  };
+  // Channels `channel` and the next of rows g and g+8 into operand A, for an operand B that is read F at a time. STEPS
+  // counts 8-wide column tiles in a row tile, here and below.
+  template <int F, int STEPS, int PAGE>
+  static __device__ __forceinline__ void store_rows(float* a, int row_tile, int g, int channel, const float (&upper)[2], const float (&lower)[2]) {
+    const int t = F == 4 ? channel % 16 / 4 : channel % 8 / 2, which = F == 4 ? channel % 4 / 2 : channel % 16 / 8;
+    const Words first = split(upper[0], upper[1]), second = split(lower[0], lower[1]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const unsigned words[2] = {first.part[part], second.part[part]};
+      store(a + ((row_tile * (STEPS / 2) + channel / 16) * PARTS + part) * PAGE + 4 * (4 * g + t) + 2 * which, words);
+    }
+  }
 
-  template <int K, int F, int PAGE, int ROWS, int COLUMNS, typename GetB>
-  static __device__ __forceinline__ void add_product(float (&acc)[ROWS][COLUMNS][4], Sums<ROWS, COLUMNS>&, const float* a, int lane, GetB operand) {
-    product<K, F, PAGE>(acc, a, lane, operand);
+  // The same for four channels, where operand B is read 4 at a time: a lane's quadruple.
+  template <int F, int STEPS, int PAGE>
+  static __device__ __forceinline__ void store_rows(float* a, int row_tile, int g, int channel, const float (&upper)[4], const float (&lower)[4]) {
+    static_assert(F == 4, "a quadruple holds four neighbouring channels only if they are neighbours of the sum");
+    const Words first = split(upper[0], upper[1]), second = split(lower[0], lower[1]), third = split(upper[2], upper[3]), fourth = split(lower[2], lower[3]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const unsigned words[4] = {first.part[part], second.part[part], third.part[part], fourth.part[part]};
+      store(a + ((row_tile * (STEPS / 2) + channel / 16) * PARTS + part) * PAGE + 4 * (4 * g + channel % 16 / 4), words);
+    }
+  }
+
+  // A tile of accumulators into operand A of the next product, for an operand B that is read 2 at a time.
+  template <int STEPS>
+  static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[4]) {
+    const Words upper = split(c[0], c[1]), lower = split(c[2], c[3]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const unsigned words[2] = {upper.part[part], lower.part[part]};
+      store(a + ((row_tile * (STEPS / 2) + step / 2) * PARTS + part) * 128 + 4 * lane + 2 * (step % 2), words);
+    }
+  }
+
+  // 16 keys and 8 channels into operand B of the scores: for each 8 keys a lane has k and k', rounded and then the rests. Quadruples
+  // hold both of these, or the rounded ones of both 8 keys.
+  template <int STEPS>
+  static __device__ __forceinline__ void store_key(float* b, int row_tile, int step, int lane, const float (&c)[4]) {
+    const Words words[2] = {split(c[0], c[1]), split(c[2], c[3])};
+    float* to = b + (row_tile * (STEPS / 2) + step / 2) * PARTS * 128 + 4 * lane + step % 2;
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet)
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const int pair = octet * PARTS + part;
+        to[pair / 2 * 128 + 2 * (pair % 2)] = __uint_as_float(words[octet].part[part]);
+      }
+  }
+
+  // 16 keys and 8 channels into operand B of the weighted sum, whose index is the key: transposed within the warp. Quadruples hold
+  // the rests as well, or the next 8 channels.
+  template <int STEPS, int STRIDE>
+  static __device__ __forceinline__ void store_value(float* v, int row_tile, int step, int lane, const float (&c)[4]) {
+    const Words upper = split(c[0], c[1]), lower = split(c[2], c[3]);
+    unsigned words[2 * PARTS];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      words[2 * part] = transpose_8x8(upper.part[part]);
+      words[2 * part + 1] = transpose_8x8(lower.part[part]);
+    }
+    store(v + (row_tile * STEPS + step) / (3 - PARTS) * 128 + 4 * lane + (PARTS == 1 ? 2 * (step % 2) : 0), words);
   }
 
   // Scores of row tile `tile` with the KEYS * 8 keys from row tile `first_key` on, over HEAD_STEPS column tiles from `step` on.
   template <int HEAD_STEPS, int STEPS, int KEYS>
   static __device__ __forceinline__ void scores(float (&acc)[1][KEYS][4], const float* query, const float* key, int tile, int first_key, int step, int lane) {
+    Sums<1, KEYS> sums;
 #pragma unroll
-    for (int part = 0; part < HEAD_STEPS; ++part) {
-      float quad[1][4], pairs[KEYS][2];
-      load(quad[0], query + (tile * STEPS + step + part) * 128 + 4 * lane);
+    for (int part = 0; part < HEAD_STEPS / 2; ++part) {
+      unsigned quad[PARTS][4];
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) load(quad[p], query + ((tile * (STEPS / 2) + step / 2 + part) * PARTS + p) * 128 + 4 * lane);
 #pragma unroll
       for (int j = 0; j < KEYS; j += 2) {
-        float two[4];
-        load(two, key + ((first_key + j / 2) * STEPS + step + part) * 128 + 4 * lane);
-        pairs[j][0] = two[0], pairs[j][1] = two[1], pairs[j + 1][0] = two[2], pairs[j + 1][1] = two[3];
+        unsigned b[2][PARTS][2];
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+          load(reinterpret_cast<unsigned(&)[PARTS][4]>(b)[p], key + (((first_key + j / 2) * (STEPS / 2) + step / 2 + part) * PARTS + p) * 128 + 4 * lane);
+        sums.multiply(acc, 0, j, quad, b[0]);
+        sums.multiply(acc, 0, j + 1, quad, b[1]);
       }
-      multiply(acc, quad, pairs);
     }
+    sums.add_to(acc);
   }
 
-  // out += p v for 16 rows of weights p, which are where their scores were accumulated: the lane that holds keys 2t and
-  // 2t+1 feeds them as the sum's indices t and t+4, so v's rows are read in that order.
+  // out += p v for 16 rows of weights p, which are where their scores were accumulated.
   template <int STEPS, int STRIDE, int KEYS, int COLUMNS>
   static __device__ __forceinline__ void weighted_sum(float (&out)[1][COLUMNS][4], const float (&p)[1][KEYS][4], const float* v, int first_key, int step, int lane) {
-    const float* from = v + (16 * first_key + 2 * (lane % 4)) * STRIDE + 8 * step + lane / 4;
+    Sums<1, COLUMNS> sums;
 #pragma unroll
-    for (int key = 0; key < KEYS; ++key) {
-      const float quad[1][4] = {{p[0][key][0], p[0][key][2], p[0][key][1], p[0][key][3]}};
-      float pair[COLUMNS][2];
+    for (int pair = 0; pair < KEYS / 2; ++pair) {
+      unsigned quad[PARTS][4];
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) pair[j][0] = from[8 * key * STRIDE + 8 * j], pair[j][1] = from[(8 * key + 1) * STRIDE + 8 * j];
-      multiply(out, quad, pair);
+      for (int which = 0; which < 2; ++which) {
+        const float(&c)[4] = p[0][2 * pair + which];
+        const Words upper = split(c[0], c[1]), lower = split(c[2], c[3]);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) quad[part][2 * which] = upper.part[part], quad[part][2 * which + 1] = lower.part[part];
+      }
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j += 3 - PARTS) {
+        unsigned b[3 - PARTS][PARTS][2];
+        load(reinterpret_cast<unsigned(&)[4]>(b), v + ((first_key + pair) * STEPS + step + j) / (3 - PARTS) * 128 + 4 * lane);
+#pragma unroll
+        for (int next = 0; next < 3 - PARTS; ++next) sums.multiply(out, 0, j + next, quad, b[next]);
+      }
     }
+    sums.add_to(out);
+  }
+
+  // A tile of 16 rows and 16 indices as operand A. Its rows 8 o to 8 o + 7 are also an operand B: of 8 columns, which these rows are.
+  struct Tile {
+    unsigned part[PARTS][4];
+
+    __device__ __forceinline__ void columns(unsigned (&b)[PARTS][2], int octet) const {
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) b[p][0] = part[p][octet], b[p][1] = part[p][2 + octet];
+    }
+  };
+
+  // acc[i][j] += a b, where b is an octet of the rows of `b`.
+  template <int ROWS, int COLUMNS>
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][COLUMNS][4], Sums<ROWS, COLUMNS>& sums, int i, int j, const Tile& a, const Tile& b, int octet) {
+    unsigned columns[PARTS][2];
+    b.columns(columns, octet);
+    sums.multiply(acc, i, j, a.part, columns);
+  }
+
+  // Two neighbouring tiles of accumulators: 16 rows and 16 columns.
+  static __device__ __forceinline__ Tile tile(const float (&left)[4], const float (&right)[4]) {
+    const Words words[4] = {split(left[0], left[1]), split(left[2], left[3]), split(right[0], right[1]), split(right[2], right[3])};
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i] = words[i].part[part];
+    return result;
+  }
+
+  // Two neighbouring tiles of operand B, 16 columns in all, which are then the tile's rows.
+  template <int F>
+  static __device__ __forceinline__ Tile tile(const Operand<F>& upper, const Operand<F>& lower) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+        result.part[part][2 * which] = upper.pair[which].part[part], result.part[part][2 * which + 1] = lower.pair[which].part[part];
+    return result;
+  }
+
+  // The tile whose rows are `from`'s columns, by the warp together.
+  static __device__ __forceinline__ Tile transposed(const Tile& from) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result.part[part][i / 2 + 2 * (i % 2)] = transpose_8x8(from.part[part][i]);
+    return result;
+  }
+
+  // Operand A's tile that starts at `page`; and into it, for column tiles `step` (an even one) and the next.
+  template <int PAGE>
+  static __device__ __forceinline__ Tile load_tile(const float* page, int lane) {
+    Tile result;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) load(result.part[part], page + part * PAGE + 4 * lane);
+    return result;
+  }
+
+  template <int STEPS>
+  static __device__ __forceinline__ void store_query(float* a, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) store(a + ((row_tile * (STEPS / 2) + step / 2) * PARTS + part) * 128 + 4 * lane, both.part[part]);
+  }
+
+  // The same for two column tiles of keys: for each 8 keys k and k', rounded and then the rests.
+  template <int STEPS>
+  static __device__ __forceinline__ void store_key(float* b, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+    unsigned words[2][PARTS][2];
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) both.columns(words[octet], octet);
+    const unsigned(&quads)[PARTS][4] = reinterpret_cast<const unsigned(&)[PARTS][4]>(words);
+#pragma unroll
+    for (int quad = 0; quad < PARTS; ++quad) store(b + ((row_tile * (STEPS / 2) + step / 2) * PARTS + quad) * 128 + 4 * lane, quads[quad]);
+  }
+
+  // The same for two column tiles of values, transposed within the warp: for each 8 channels the keys' two pairs, rounded and then the rests.
+  template <int STEPS, int STRIDE>
+  static __device__ __forceinline__ void store_value(float* v, int row_tile, int step, int lane, const float (&c)[2][4]) {
+    const Tile both = tile(c[0], c[1]);
+    unsigned words[2][PARTS][2];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i / 2][part][i % 2] = transpose_8x8(both.part[part][i]);
+    const unsigned(&quads)[PARTS][4] = reinterpret_cast<const unsigned(&)[PARTS][4]>(words);
+#pragma unroll
+    for (int quad = 0; quad < PARTS; ++quad) store(v + ((row_tile * (STEPS / 2) + step / 2) * PARTS + quad) * 128 + 4 * lane, quads[quad]);
   }
 };
 
@@ -508,7 +718,7 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * row_tile + 8 * half + g;
-      const bool real = row % C::PADDED_LENGTH < C::LENGTH && first + row / C::PADDED_LENGTH < sequences;
+      const bool real = row % C::PADDED_LENGTH < C::LENGTH && (C::SEQUENCES == 1 || first + row / C::PADDED_LENGTH < sequences);
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
@@ -543,9 +753,12 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
     for (int step = 0; step < STEPS; ++step) {
       const int channel = (step * LANES + lane) * VEC;
       if (channel < C::PADDED_DIM) {
+        constexpr int AT_ONCE = C::Math::STORED_TILES == 2 && C::FRAGMENT == 4 && VEC % 4 == 0 ? 4 : 2;
 #pragma unroll
-        for (int i = 0; i < VEC; i += 2) {
-          const float upper[2] = {values[0][step][i], values[0][step][i + 1]}, lower[2] = {values[1][step][i], values[1][step][i + 1]};
+        for (int i = 0; i < VEC; i += AT_ONCE) {
+          float upper[AT_ONCE], lower[AT_ONCE];
+#pragma unroll
+          for (int n = 0; n < AT_ONCE; ++n) upper[n] = values[0][step][i + n], lower[n] = values[1][step][i + n];
           C::Math::template store_rows<C::FRAGMENT, C::PADDED_DIM / 8, C::NORMED_PAGE>(shared + C::NORMED, row_tile, g, channel + i, upper, lower);
         }
       }
@@ -555,36 +768,46 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
 }
 
 // Stage 2: q, k and v of the block's tokens. Warps stand ACROSS side by side over groups of column tiles; the others take
-// further rows. Tile j of a group is COLUMN_GROUPS tiles from its tile j-1. Each head's columns are padded to PADDED_HEAD_DIM, and a column tile lies in one head of one of q, k, v.
+// further rows. A group's tiles are stored Math::STORED_TILES at once, which are neighbours in one head of one of q, k, v; from these to the
+// group's next ones are COLUMN_GROUPS times as many. Each head's columns are padded to PADDED_HEAD_DIM.
 template <typename C>
 struct QkvProduct {
   using Math = typename C::Math;
   using Held = HeldWeights<Math, C::PADDED_DIM, C::FRAGMENT, C::QKV_COLUMNS>;
   static constexpr int COLUMN_GROUPS = 3 * C::INNER / 8 / C::QKV_COLUMNS, ROW_GROUPS = C::ROWS / 16 / C::QKV_ROWS;
   static constexpr int ACROSS = C::QKV_WARPS_ACROSS, DOWN = C::WARPS / ACROSS;
+  static constexpr int AT_ONCE = Math::STORED_TILES;
 
-  // FRAGMENT weights of a column of tile j of the group, from channel k on: values, or the words that hold them.
+  // Column tile j of a group.
+  static __device__ __forceinline__ int column_tile(int j, int group) { return (j / AT_ONCE * COLUMN_GROUPS + group) * AT_ONCE + j % AT_ONCE; }
+
+  // Weights of `column` (which counts through the padded heads of q, k and v) from channel k on: values, or the words that hold them.
+  template <typename T, int N>
+  static __device__ __forceinline__ void load_weights(const Element* __restrict__ weight, int column, int k, T (&to)[N]) {
+    int row = column;
+    bool real = true;
+    if constexpr (C::HEAD_DIM < C::PADDED_HEAD_DIM) {
+      const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;  // head counts through q, k and v
+      row = head * C::HEAD_DIM + within, real = within < C::HEAD_DIM;
+    }
+    const Element* from = weight + row * C::DIM + k;
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = T{};
+    if constexpr (C::DIM % C::FRAGMENT == 0) {
+      if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_here(to, from);
+    } else {
+      load_some<true>(to, from, real, k, C::DIM);
+    }
+  }
+
+  // FRAGMENT weights of a column of tile j of the group, from channel k on.
   struct Load {
     const Element* __restrict__ weight;
     int group;
 
     template <typename T, int N>
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
-      const int column = (j * COLUMN_GROUPS + group) * 8 + within_tile;
-      int row = column;
-      bool real = true;
-      if constexpr (C::HEAD_DIM < C::PADDED_HEAD_DIM) {
-        const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;  // head counts through q, k and v
-        row = head * C::HEAD_DIM + within, real = within < C::HEAD_DIM;
-      }
-      const Element* from = weight + row * C::DIM + k;
-#pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = T{};
-      if constexpr (C::DIM % C::FRAGMENT == 0) {
-        if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_constant(to, from);
-      } else {
-        load_some<true>(to, from, real, k, C::DIM);
-      }
+      load_weights(weight, column_tile(j, group) * 8 + within_tile, k, to);
     }
   };
 
@@ -598,18 +821,19 @@ struct QkvProduct {
       float acc[C::QKV_ROWS][C::QKV_COLUMNS][4] = {};
       Math::template product<C::PADDED_DIM, C::FRAGMENT, C::NORMED_PAGE>(acc, shared + C::NORMED + first_tile * C::NORMED_PAGES * C::NORMED_PAGE, lane, operand);
 #pragma unroll
-      for (int j = 0; j < C::QKV_COLUMNS; ++j) {
+      for (int j = 0; j < C::QKV_COLUMNS; j += AT_ONCE) {
         constexpr int EACH = C::QKV_COLUMNS / 3;  // a group with as many tiles of q as of k and v knows which is which
-        const int which = C::QKV_COLUMNS % 3 == 0 ? j / (EACH > 0 ? EACH : 1) : (j * COLUMN_GROUPS + group) / STEPS;
-        const int step = j * COLUMN_GROUPS + group - which * STEPS;
+        const int which = C::QKV_COLUMNS % 3 == 0 ? j / (EACH > 0 ? EACH : 1) : column_tile(j, group) / STEPS;
+        const int step = column_tile(j, group) - which * STEPS;
 #pragma unroll
         for (int i = 0; i < C::QKV_ROWS; ++i) {
+          const float(&tiles)[AT_ONCE][4] = reinterpret_cast<const float(&)[AT_ONCE][4]>(acc[i][j]);
           if (which == 0)
-            Math::template store_query<STEPS>(shared + C::QUERY, first_tile + i, step, lane, acc[i][j]);
+            Math::template store_query<STEPS>(shared + C::QUERY, first_tile + i, step, lane, tiles);
           else if (which == 1)
-            Math::template store_key<STEPS>(shared + C::KEY, first_tile + i, step, lane, acc[i][j]);
+            Math::template store_key<STEPS>(shared + C::KEY, first_tile + i, step, lane, tiles);
           else
-            Math::template store_value<STEPS, C::VALUE_STRIDE>(shared + C::VALUE, first_tile + i, step, lane, acc[i][j]);
+            Math::template store_value<STEPS, C::VALUE_STRIDE>(shared + C::VALUE, first_tile + i, step, lane, tiles);
         }
       }
     }
@@ -642,26 +866,53 @@ struct QkvProduct {
 };
 
 // Stage 3: softmax(q k^T / sqrt(HEAD_DIM)) v, a warp for 16 queries of one head, streaming over tiles of keys with a running
-// maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result replaces the queries,
-// in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
+// maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result takes the place of the queries in
+// shared memory, in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
 // (or, in Ffma, by lanes of the same row).
 template <typename C>
-__device__ __forceinline__ void attention(float* shared) {
+struct Attention {
   using Math = typename C::Math;
-  constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
-  constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  static constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
+  static constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
+
+  // q, k and v of one row tile and head as fragments in shared memory.
+  struct Shared {
+    static constexpr bool IN_SHARED = true;
+    static constexpr int UNROLL = KEY_STEPS <= 4 ? KEY_STEPS : 1;
+    const float* shared;
+    int tile, head, lane;
+
+    __device__ __forceinline__ int first_key(int step) const { return tile / TILES * TILES + step * (C::KEY_TILE / 16); }
+
+    __device__ __forceinline__ void scores(float (&p)[1][KEYS][4], int step) const {
+      Math::template scores<COLUMNS, STEPS>(p, shared + C::QUERY, shared + C::KEY, tile, first_key(step), head * COLUMNS, lane);
+    }
+
+    __device__ __forceinline__ void weighted_sum(float (&out)[1][COLUMNS][4], const float (&p)[1][KEYS][4], int step) const {
+      Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_key(step), head * COLUMNS, lane);
+    }
+  };
+
+  static __device__ __forceinline__ void run(float* shared) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
-    const int unit = warp + turn * C::WARPS;
-    if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
-    const int head = unit % C::HEADS, tile = unit / C::HEADS, first_tile = tile / TILES * TILES;
+    for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
+      const int unit = warp + turn * C::WARPS;
+      if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
+      const int head = unit % C::HEADS, tile = unit / C::HEADS;
+      attend(shared, Shared{shared, tile, head, lane}, tile, head, lane);
+    }
+  }
+
+  // One row tile and head; operands.scores(p, step) and operands.weighted_sum(out, p, step) multiply a step's keys and values.
+  template <typename Operands>
+  static __device__ __forceinline__ void attend(float* shared, const Operands& operands, int tile, int head, int lane) {
     float out[1][COLUMNS][4] = {};
     float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
-#pragma unroll (KEY_STEPS <= 4 ? KEY_STEPS : 1)
+#pragma unroll Operands::UNROLL
     for (int step = 0; step < KEY_STEPS; ++step) {
       float p[1][KEYS][4] = {};
-      Math::template scores<COLUMNS, STEPS>(p, shared + C::QUERY, shared + C::KEY, tile, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
+      operands.scores(p, step);
       if constexpr (C::LENGTH < C::PADDED_LENGTH) {
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
@@ -693,17 +944,141 @@ __device__ __forceinline__ void attention(float* shared) {
         sum[half] += tile_sum;
         highest[half] = now;
       }
-      Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_tile + step * (C::KEY_TILE / 16), head * COLUMNS, lane);
+      operands.weighted_sum(out, p, step);
     }
-    __syncwarp();  // the queries have been read
+    if constexpr (Operands::IN_SHARED) __syncwarp();  // the queries have been read
     const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
+    constexpr int AT_ONCE = Math::STORED_TILES;
 #pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-      const float c[4] = {out[0][j][0] * upper, out[0][j][1] * upper, out[0][j][2] * lower, out[0][j][3] * lower};
+    for (int j = 0; j < COLUMNS; j += AT_ONCE) {
+      float c[AT_ONCE][4];
+#pragma unroll
+      for (int next = 0; next < AT_ONCE; ++next)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[next][i] = out[0][j + next][i] * (i < 2 ? upper : lower);
       Math::template store_query<STEPS>(shared + C::QUERY, tile, head * COLUMNS + j, lane, c);
     }
   }
-}
+};
+
+// Stages 2 and 3 without shared memory between them: a warp computes q, k and v of one head for all tokens of one sequence, keeps them as
+// operands in registers, and then its attention. Accumulators of q are where operand A of the scores has to be, those of k where their
+// operand B has to be, and those of v, transposed within the warp, where operand B of the weighted sum has to be.
+// The weights are held in portions: MATRICES of q, k and v for 16 channels of the head. Row tiles go ROWS at a time, with a __syncwarp between, over
+// which the compiler moves no loads: it would fetch the tokens of all of them at once, and run out of registers.
+template <typename C>
+struct HeadRegisters {
+  using Math = typename C::Math;
+  using Tile = typename Math::Tile;
+  static constexpr int TILES = C::PADDED_LENGTH / 16, SLICES = C::PADDED_HEAD_DIM / 16, ROWS = C::QKV_ROWS;
+  static constexpr int MATRICES = C::QKV_COLUMNS / 2, TURNS = 3 / MATRICES, PORTIONS = TURNS * SLICES;
+  using Held = HeldWeights<Math, C::PADDED_DIM, C::FRAGMENT, 2 * MATRICES>;
+
+  Tile operands[3][TILES][SLICES];  // q, k and v transposed
+
+  static __device__ __forceinline__ int head() { return static_cast<int>(threadIdx.x) / 32 % C::HEADS; }
+  static __device__ __forceinline__ int sequence() { return threadIdx.x / 32 / C::HEADS; }
+
+  // Which of q, k and v the matrix `m` of a portion is: q comes last, as it is needed first.
+  static __device__ __forceinline__ constexpr int matrix(int portion, int m) { return MATRICES == 3 ? m : (portion % TURNS + 1) % 3; }
+
+  // FRAGMENT weights of a column of tile j of a portion, from channel k on.
+  struct Load {
+    const Element* __restrict__ weight;
+    int portion;
+
+    template <typename T, int N>
+    __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
+      const int column = (matrix(portion, j / 2) * C::HEADS + head()) * C::PADDED_HEAD_DIM + 16 * (portion / TURNS) + 8 * (j % 2) + within_tile;
+      QkvProduct<C>::load_weights(weight, column, k, to);
+    }
+  };
+
+  // `held` has the first portion's weights; those of further ones are read here.
+  __device__ __forceinline__ void project(const float* shared, const Element* __restrict__ weight, Held& held) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int portion = 0; portion < PORTIONS; ++portion) {
+      if (portion > 0) {
+        __syncwarp();
+        held.read(lane, Load{weight, portion}), held.pack();
+      }
+#pragma unroll
+      for (int first = 0; first < TILES; first += ROWS) {
+        __syncwarp();
+        multiply(shared, held, portion, first, lane);
+      }
+    }
+  }
+
+  // One portion for ROWS row tiles.
+  __device__ __forceinline__ void multiply(const float* shared, const Held& held, int portion, int first, int lane) {
+    const float* a = shared + C::NORMED + (sequence() * TILES + first) * C::NORMED_PAGES * C::NORMED_PAGE;
+    float acc[ROWS][2 * MATRICES][4] = {};
+    typename Math::template Sums<ROWS, 2 * MATRICES> sums;
+#pragma unroll
+    for (int step = 0; step < Held::STEPS; ++step) {
+      Tile tokens[ROWS];
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) tokens[i] = Math::template load_tile<C::NORMED_PAGE>(a + (i * Held::STEPS + step) * Math::PAGES * C::NORMED_PAGE, lane);
+#pragma unroll
+      for (int m = 0; m < MATRICES; ++m) {
+        const Tile weights = Math::tile(held.values[2 * m][step], held.values[2 * m + 1][step]);
+#pragma unroll
+        for (int octet = 0; octet < 2; ++octet)
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i) Math::multiply(acc, sums, i, 2 * m + octet, tokens[i], weights, octet);
+      }
+    }
+    sums.add_to(acc);
+#pragma unroll
+    for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        const Tile result = Math::tile(acc[i][2 * m], acc[i][2 * m + 1]);
+        operands[matrix(portion, m)][first + i][portion / TURNS] = matrix(portion, m) == 2 ? Math::transposed(result) : result;
+      }
+  }
+
+  // Those of row tile `tile`, as Attention::attend multiplies them.
+  struct RowTile {
+    static constexpr bool IN_SHARED = false;
+    static constexpr int KEYS = C::KEY_TILE / 8, UNROLL = C::PADDED_LENGTH / C::KEY_TILE;
+    const Tile (&operands)[3][TILES][SLICES];
+    int tile;
+
+    __device__ __forceinline__ void scores(float (&p)[1][KEYS][4], int step) const {
+      typename Math::template Sums<1, KEYS> sums;
+#pragma unroll
+      for (int slice = 0; slice < SLICES; ++slice)
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+          Math::multiply(p, sums, 0, j, operands[0][tile][slice], operands[1][step * (KEYS / 2) + j / 2][slice], j % 2);
+      sums.add_to(p);
+    }
+
+    __device__ __forceinline__ void weighted_sum(float (&out)[1][2 * SLICES][4], const float (&p)[1][KEYS][4], int step) const {
+      typename Math::template Sums<1, 2 * SLICES> sums;
+#pragma unroll
+      for (int pair = 0; pair < KEYS / 2; ++pair) {
+        const Tile weights = Math::tile(p[0][2 * pair], p[0][2 * pair + 1]);
+#pragma unroll
+        for (int j = 0; j < 2 * SLICES; ++j) Math::multiply(out, sums, 0, j, weights, operands[2][step * (KEYS / 2) + pair][j / 2], j % 2);
+      }
+      sums.add_to(out);
+    }
+  };
+
+  __device__ __forceinline__ void attend(float* shared) const {
+#pragma unroll
+    for (int first = 0; first < TILES; first += ROWS) {
+      __syncwarp();
+#pragma unroll
+      for (int tile = first; tile < first + ROWS; ++tile)
+        Attention<C>::attend(shared, RowTile{operands, tile}, sequence() * TILES + tile, head(), threadIdx.x % 32);
+    }
+  }
+};
 
 // Stage 4: output product, bias and residual, written to the grid by stride.
 template <typename C>
@@ -727,7 +1102,7 @@ struct OutProduct {
 #pragma unroll
       for (int i = 0; i < N; ++i) to[i] = T{};
       if constexpr (C::HEAD_DIM % 2 == 0) {
-        if (real && within < C::HEAD_DIM) load_constant(to, from);
+        if (real && within < C::HEAD_DIM) load_here(to, from);
       } else {
         load_some<true>(to, from, real, within, C::HEAD_DIM);
       }
@@ -749,14 +1124,18 @@ struct OutProduct {
           load_pair(residual[i][j][half], x + at, column);
         }
       });
+      float biases[C::OUT_COLUMNS][2];
+#pragma unroll
+      for (int j = 0; j < C::OUT_COLUMNS; ++j) {
+        const int column = (group * C::OUT_COLUMNS + j) * 8 + 2 * (lane % 4);
+        if (C::DIM % 8 == 0 || column < C::DIM) load_pair(biases[j], bias + column, column);
+      }
       float acc[C::OUT_ROWS][C::OUT_COLUMNS][4] = {};
       Math::template product<C::INNER, 2, 128>(acc, shared + C::QUERY + first_tile * C::QUERY_PAGES * 128, lane, operand);
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int, int column, long long at) {
-        float pair[2], kept[2];
-        load_pair(pair, bias + column, column);
+        float kept[2];
         unpack(kept, residual[i][j][half]);
-        pair[0] += acc[i][j][2 * half] + kept[0];
-        pair[1] += acc[i][j][2 * half + 1] + kept[1];
+        const float pair[2] = {biases[j][0] + (acc[i][j][2 * half] + kept[0]), biases[j][1] + (acc[i][j][2 * half + 1] + kept[1])};
         if constexpr (C::DIM % 2 == 0) {
           store(y + at, pair);
         } else {
@@ -788,7 +1167,7 @@ struct OutProduct {
       for (int half = 0; half < 2; ++half) {
         const int row = 16 * (first_tile + i) + 8 * half + lane / 4;
         const int token = row % C::PADDED_LENGTH, sequence = first + row / C::PADDED_LENGTH;
-        if (token >= C::LENGTH || sequence >= sequences) continue;
+        if (token >= C::LENGTH || (C::SEQUENCES > 1 && sequence >= sequences)) continue;
         const long long start = C::offset(sequence, token);
 #pragma unroll
         for (int j = 0; j < C::OUT_COLUMNS; ++j) {
@@ -813,6 +1192,14 @@ struct OutProduct {
     }
   }
 
+  // Weights held in registers, packed, where one turn takes all columns.
+  static __device__ __forceinline__ void run_held(const float* shared, const Element* x, Element* y, const Element* __restrict__ bias, int first, int sequences,
+                                                  const Held& held) {
+    static_assert(COLUMN_GROUPS == ACROSS, "the weights of one column group are held");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    rows(shared, x, y, bias, first, sequences, warp % ACROSS, warp, lane, [&](int j, int step) { return held.values[j][step]; });
+  }
+
   // Weights read from global memory (and the caches) at each use.
   static __device__ __forceinline__ void run_streaming(const float* shared, const Element* x, Element* y, const Element* __restrict__ weight,
                                                        const Element* __restrict__ bias, int first, int sequences) {
@@ -835,20 +1222,18 @@ struct Row {
   static constexpr float EXPONENT_SCALE = 3.606737602e-01f;  // log2(e) / sqrt(HEAD_DIM)
 
   // The configuration
-  using Math = TensorCore<3>;
-  static constexpr int SEQUENCES = 1, WARPS = 8, THREADS = 32 * WARPS, MIN_BLOCKS = 2;
-  static constexpr int NORM_LANES = 16, NORM_VECTOR = 4;
-  static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 3, QKV_WARPS_ACROSS = 8;
-  static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 1, OUT_WARPS_ACROSS = 8;
+  using Math = HalfCore<Fp16, 2>;
+  static constexpr int SEQUENCES = 1, WARPS = 4, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
+  static constexpr int NORM_LANES = 8, NORM_VECTOR = 4;
+  static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
+  static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
   static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = true;
+  static constexpr bool KEEP_X = false;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
   static constexpr int NORMED = 0, NORMED_PAGE = 136, NORMED_PAGES = 8;  // of a row tile
-  static constexpr int QUERY = 2176, QUERY_PAGES = 8, KEY = 4224;
-  static constexpr int VALUE = 6272, VALUE_STRIDE = 68;
-  static constexpr int KEPT = 8448, KEPT_STRIDE = 72;
+  static constexpr int QUERY = 2176, QUERY_PAGES = 8;  // the attention's result
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -864,20 +1249,18 @@ struct Column {
   static constexpr float EXPONENT_SCALE = 3.606737602e-01f;  // log2(e) / sqrt(HEAD_DIM)
 
   // The configuration
-  using Math = TensorCore<3>;
-  static constexpr int SEQUENCES = 1, WARPS = 8, THREADS = 32 * WARPS, MIN_BLOCKS = 2;
-  static constexpr int NORM_LANES = 16, NORM_VECTOR = 4;
-  static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 3, QKV_WARPS_ACROSS = 8;
-  static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 1, OUT_WARPS_ACROSS = 8;
+  using Math = HalfCore<Fp16, 2>;
+  static constexpr int SEQUENCES = 1, WARPS = 4, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
+  static constexpr int NORM_LANES = 8, NORM_VECTOR = 4;
+  static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
+  static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
   static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = true;
+  static constexpr bool KEEP_X = false;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
   static constexpr int NORMED = 0, NORMED_PAGE = 136, NORMED_PAGES = 8;  // of a row tile
-  static constexpr int QUERY = 2176, QUERY_PAGES = 8, KEY = 4224;
-  static constexpr int VALUE = 6272, VALUE_STRIDE = 68;
-  static constexpr int KEPT = 8448, KEPT_STRIDE = 72;
+  static constexpr int QUERY = 2176, QUERY_PAGES = 8;  // the attention's result
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -896,14 +1279,16 @@ axial_row(const Element* x, Element* y, const Element* __restrict__ norm_weight,
   allow_next_kernel();
   tokens.load_turn(x, 0, first, sequences);
   const NormWeights<Row> norm(norm_weight, norm_bias);
-  QkvProduct<Row>::Held qkv_held;
-  load_and_normalise<Row>(x, tokens, norm, first, sequences, shared);
-  __syncthreads();
-  QkvProduct<Row>::run<false>(shared, qkv_weight, qkv_held);
+  HeadRegisters<Row>::Held qkv_held;
+  qkv_held.read(threadIdx.x % 32, HeadRegisters<Row>::Load{qkv_weight, 0});
   OutProduct<Row>::Held out_held;
-  __syncthreads();
-  attention<Row>(shared);
+  load_and_normalise<Row>(x, tokens, norm, first, sequences, shared);
   out_held.read(threadIdx.x % 32, OutProduct<Row>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Row>::ACROSS});
+  qkv_held.pack();
+  __syncthreads();
+  HeadRegisters<Row> heads;
+  heads.project(shared, qkv_weight, qkv_held);
+  heads.attend(shared);
   __syncthreads();
   OutProduct<Row>::run<true>(shared, x, y, out_weight, out_bias, first, sequences, out_held);
 }
@@ -916,17 +1301,18 @@ axial_col(const Element* x, Element* y, const Element* __restrict__ norm_weight,
   TokenPair<Column> tokens;
   allow_next_kernel();
   const NormWeights<Column> norm(norm_weight, norm_bias);
-  QkvProduct<Column>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, QkvProduct<Column>::Load{qkv_weight, static_cast<int>(threadIdx.x) / 32 % QkvProduct<Column>::ACROSS});
+  HeadRegisters<Column>::Held qkv_held;
+  qkv_held.read(threadIdx.x % 32, HeadRegisters<Column>::Load{qkv_weight, 0});
+  OutProduct<Column>::Held out_held;
+  qkv_held.pack();
   wait_for_previous_kernel();
   tokens.load_turn(x, 0, first, sequences);
   load_and_normalise<Column>(x, tokens, norm, first, sequences, shared);
-  __syncthreads();
-  QkvProduct<Column>::run<true>(shared, qkv_weight, qkv_held);
-  OutProduct<Column>::Held out_held;
-  __syncthreads();
-  attention<Column>(shared);
   out_held.read(threadIdx.x % 32, OutProduct<Column>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Column>::ACROSS});
+  __syncthreads();
+  HeadRegisters<Column> heads;
+  heads.project(shared, qkv_weight, qkv_held);
+  heads.attend(shared);
   __syncthreads();
   OutProduct<Column>::run<true>(shared, x, y, out_weight, out_bias, first, sequences, out_held);
 }
@@ -1029,19 +1415,19 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   {
     // Rows: 1 sequence a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row, 43008, device, allowed);
+    allow_shared(axial_row, 16896, device, allowed);
     const int sequences = static_cast<int>(batch * 32);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    cudaLaunchConfig_t config = grid(blocks, 256, 43008, stream);
+    cudaLaunchConfig_t config = grid(blocks, 128, 16896, stream);
     check(cudaLaunchKernelEx(&config, axial_row, data(x), out, data(row_norm_weight), data(row_norm_bias), data(row_qkv_weight), data(row_out_weight), data(row_out_bias), sequences), "axial_row could not be launched");
   }
   {
     // Columns: 1 sequence a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col, 43008, device, allowed);
+    allow_shared(axial_col, 16896, device, allowed);
     const int sequences = static_cast<int>(batch * 32);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    cudaLaunchConfig_t config = grid(blocks, 256, 43008, stream);
+    cudaLaunchConfig_t config = grid(blocks, 128, 16896, stream);
     cudaLaunchAttribute overlap{};  // its weights load while the kernel before it ends; it waits before it reads y
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -1310,14 +1696,27 @@ def _save_inputs(ctx, inputs, output):
 
 
 class _Differentiable(torch.autograd.Function):
-    """The kernels with gradients, in eager mode; in compiled and exported graphs the op below has them."""
+    """The kernels with gradients, in eager mode; in compiled and exported graphs the op below has them.
+
+    forward saves its inputs itself: with a setup_context, apply() works out forward's signature at each call, which takes longer than the kernels.
+    """
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        return _launcher()(x, *weights)
+
+    backward = staticmethod(_gradients)
+
+
+class _Transformable(_Differentiable):
+    """The same for torch.func's transforms, which ask for a setup_context."""
 
     @staticmethod
     def forward(x, *weights):
         return _launcher()(x, *weights)
 
     setup_context = staticmethod(_save_inputs)
-    backward = staticmethod(_gradients)
 
 
 def _on_cuda(x, *weights):
@@ -1403,7 +1802,8 @@ class ModelNew(nn.Module):
         if not _fits_gpu(x.get_device()):
             return self._pytorch_form(x)
         if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in weights)):
-            return _Differentiable.apply(x, *weights)
+            kind = _Transformable if torch._C._are_functorch_transforms_active() else _Differentiable
+            return kind.apply(x, *weights)
         return _launcher()(x, *weights)
 
     def _weights(self):
