@@ -415,9 +415,9 @@ def test_interrupt_while_building_ends_what_hangs(instruments):
 
 def test_compiler_that_hangs_loses_only_its_configuration():
     entries = [(axis, tiling) for axis in ("row", "col") for tiling in (1, 2, 3, 4, 5)]
-    compiled, cause = compile_all("fake_bench:tiling_compiler", (), entries, 6.0)
+    compiled, cause = compile_all("fake_bench:tiling_compiler", (), entries, 15.0)
     assert compiled == [(axis, tiling) for axis in ("row", "col") for tiling in (1, 2, 5)]
-    assert "no answer within 2 s" in cause or "out of resource" in cause
+    assert "no answer within 5 s" in cause or "out of resource" in cause
 
 
 def test_time_for_compiling_ends():

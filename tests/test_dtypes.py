@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -111,7 +111,7 @@ def test_the_model_expects_16_bit_kernels_to_take_less() -> None:
 def test_the_model_expects_16_bit_kernels_of_the_staged_family_to_take_less() -> None:
     used = {stage: Resources(128, 0, 60_000) for stage in ("qkv", "attention", "out")}
     specs = [BlockSpec(dim=256, heads=8, height=128, width=128, dtype=dtype) for dtype in ("float32", "bfloat16")]
-    start = staged.default(specs[0].problem("row"), SM90)
+    start = staged.default(specs[0].problem("row"), SM90, engine="mma")
     assert start is not None
     plans = [
         staged.StagedPlan(spec.problem("row"), replace(start, math=math)) for spec, math in zip(specs, ("tf32x3", "bf16"), strict=True)
@@ -241,6 +241,7 @@ SHAPES = st.builds(
 
 @settings(max_examples=20, deadline=None)
 @given(SHAPES, st.integers(0, 1 << 30))
+@example(BlockSpec(30, 3, 9, 28, 2, "float16"), 4991)  # large scores, which the reference rounds to float16
 def test_no_false_alarm_for_any_shape_and_seed(spec: BlockSpec, seed: int) -> None:
     for runner in (lambda x, w: reference(spec, x, w, torch_dtype(spec)), rounded(spec)):
         found = Checker(spec, seed)(runner)

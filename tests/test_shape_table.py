@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.shapes
 from benchmarks.field import BOTH, COLUMNS, SHAPES, Shape
 from benchmarks.shapes import LATE, Work, compared, emulate, on_emulator, on_gpu, plan, run
 from benchmarks.shapes_report import Row, read, table
@@ -81,7 +82,8 @@ def test_what_does_not_fit_into_the_budget_is_said() -> None:
     assert [row.note for row in on_gpu(todo, time.monotonic() - 1.0, FakeBackend(), lambda spec: pytest.fail("begun"))] == [LATE, LATE]
 
 
-def test_on_a_gpu_nothing_is_measured_before_all_forms_are_built() -> None:
+def test_on_a_gpu_nothing_is_measured_before_all_forms_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarks.shapes, "CHUNK", 2)
     events: list[str] = []
 
     class Built:
@@ -137,7 +139,7 @@ def test_measurements_stay_only_while_they_hold(tmp_path: Path) -> None:
     spec = FEW[0].spec()
     row, work = plan(FEW[0], H200, {})
     assert work is not None
-    tuned = {spec: {axis: replace(config, warps=2) for axis, config in work.configs.items()}}
+    tuned = {spec: {axis: replace(config, residual="shared") for axis, config in work.configs.items()}}
     changed = Checks(checked="emulator", error=2e-6)
     rows = run(FEW, H200, tmp_path, changed, NOWHERE, tuned)
     assert changed.asked == ["Few"] and rows[0].chosen == "tuned" and rows[0].timing is None
