@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,8 @@ def test_the_index_is_what_the_folder_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_a_committed_module_is_sound(path: Path) -> None:
-    """Its rules, its kernels' compilation for its architecture, its result on the CPU, and the record of its measurement."""
+    """Its rules, its kernels' compilation for its architecture, its result on the CPU (of a large block on a small image, which PyTorch
+    computes as any other), and the record of its measurement."""
     emitted = read_module(path)
     assert not violations(path.read_text())
     compiled = compile_source(emitted.source, target(emitted.arch))
@@ -38,9 +41,11 @@ def test_a_committed_module_is_sound(path: Path) -> None:
     model = load_module(path).ModelNew(spec.dim, spec.heads, spec.height, spec.width)
     weights = {name: value.float() for name, value in random_weights(spec, torch.Generator().manual_seed(1)).items()}
     model.load_state_dict(weights)
-    x = random_input(spec, torch.Generator().manual_seed(2), batch=1).float()
-    expected = reference(spec, x, weights)
-    with torch.no_grad():
+    small = replace(spec, height=min(spec.height, 65), width=min(spec.width, 65))
+    x = random_input(small, torch.Generator().manual_seed(2), batch=1).float()
+    expected = reference(small, x, weights)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="these kernels are built for .*: PyTorch computes instead")
         y = model(x)
     assert float((y.double() - expected).abs().max()) < 1e-5 * float(expected.abs().max())
     if emitted.provenance.measured:
