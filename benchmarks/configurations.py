@@ -9,20 +9,18 @@ first family that has them all. Both axes get the same. What follows a # is left
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from benchmarks.cases import select
-from codegen.families import plan_of
 from codegen.spec import SpecError
 from codegen.target import Target
 from tuner.gpu import visible_gpu
 from tuner.gpu_backend import GpuBackend, Limits
-from tuner.space import family_spaces, parse_fixed
+from tuner.session import configs_of
 from tuner.trial import Candidate
 
 
@@ -30,20 +28,10 @@ def candidate(line: str, target: Target) -> Candidate:
     """The candidate that a line of a list states; SpecError when there is none such, or when it is not legal."""
     shape, dtype, *settings = line.split()
     (case,) = select([shape], [dtype])
-    spec, fixed = case.spec(), parse_fixed(settings)
-    configs = {}
-    for axis in spec.axes:
-        base: dict[str, Any] = {name: fixed[name] for name in ("family", "math", "heads") if name in fixed}
-        problem = spec.problem(axis)
-        found = family_spaces(problem, target, fixed=base)
-        changes: dict[str, Any] = {name: value for name, value in fixed.items() if name != "family"}
-        start = next((space.start for space in found.values() if set(changes) <= set(space.values)), None)
-        if start is None:
-            raise SpecError(f"{line}: no family has all of {', '.join(changes)}")
-        configs[axis] = replace(start, **changes)
-        if reasons := plan_of(problem, configs[axis]).reasons(target):
-            raise SpecError(f"{line}: {'; '.join(reasons)}")
-    return Candidate(spec, configs)
+    try:
+        return Candidate(case.spec(), configs_of(case.spec(), target, settings))
+    except SpecError as error:
+        raise SpecError(f"{line}: {error}") from None
 
 
 def lines(path: Path, cases: list[str]) -> list[str]:

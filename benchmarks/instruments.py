@@ -204,9 +204,9 @@ class GpuInstruments:
         return Measured(built.timing, built.error, emitted.path.name, digest, built.wall_grad, built.build_seconds), notes
 
 
-def together() -> int:
-    """How many cases are built at once on this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // BUILDS_PER_CASE)
+def together(builds: int = BUILDS_PER_CASE) -> int:
+    """How many cases are built at once on this machine, each by so many processes."""
+    return max(1, len(os.sched_getaffinity(0)) // builds)
 
 
 def _name(prefix: str, name: str) -> str:

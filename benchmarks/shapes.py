@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.field import SHAPES, Shape
+from benchmarks.instruments import together
 from benchmarks.shapes_report import Row, read, write
 from codegen.config import Config
 from codegen.library import FORMS, KERNELS
@@ -38,7 +38,7 @@ from tuner.verify import Checker
 
 EMULATED_LINES = 2
 LATE = "not run within the budget"
-CHUNK = max(1, len(os.sched_getaffinity(0)) // len(FORMS))  # shapes whose PyTorch forms are compiled at once, before they are measured
+CHUNK = together(len(FORMS))  # shapes whose PyTorch forms are compiled at once, before they are measured
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target
 from tuner.compile import compile_source
 from tuner.gpu import visible_gpu
-from tuner.space import parse_fixed, space
+from tuner.session import configs_of
 
 STAMPS = {
     "shared": ("start", "load + LayerNorm", "barrier", "QKV product", "barrier", "attention", "barrier", "output product"),
@@ -97,14 +97,9 @@ def main(
         raise SystemExit("a GPU is needed")
     try:
         spec = BlockSpec(dim, heads, height, width, batch, dtype, axes=(axis,))
-        fixed = parse_fixed(setting or ())
-        leading: dict[str, Any] = {name: fixed[name] for name in ("math", "heads") if name in fixed}
-        start = space(spec.problem(axis), gpu.target, fixed=leading).start
-        config = replace(start, **fixed)
+        config = configs_of(spec, gpu.target, ["family=sequence", *(setting or ())])[axis]
         assert isinstance(config, SequenceConfig)
         plan = SequencePlan(spec.problem(axis), config)
-        if reasons := plan.reasons(gpu.target):
-            raise SpecError("; ".join(reasons))
     except SpecError as error:
         raise SystemExit(f"error: {error}") from None
     before, names = 0.0, STAMPS[config.heads]

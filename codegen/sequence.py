@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from codegen.config import Config, tunable
 from codegen.layout import Access, Layout, stack
-from codegen.spec import AxisProblem, refusal
+from codegen.spec import AxisProblem
 from codegen.target import Target
 
 MATHS = ("ffma", "tf32x3", "fp16x3", "tf32", "bf16", "fp16")
@@ -273,12 +273,10 @@ class SequencePlan:
         c, blocks = self.config, self.config.min_blocks
         registers = min(target.registers_per_thread, target.registers_per_sm // (self.threads * blocks))
         dtype = self.problem.block.dtype
-        refused = refusal(self.problem.block)
         tiles = self.padded_length // 16 if self.in_registers else self.row_tiles  # that a warp of the QKV product may take together
         hold = c.weights == "hold" or self.in_registers
         together = c.sequences * c.rounds
         rules = (
-            (not refused, refused),
             (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
             (self.half or not self.in_registers, f"{c.math} has no operands that could stay in registers"),
             (self.warps <= 32, f"{self.warps} heads are more than the 32 warps of a block"),

@@ -27,8 +27,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "logit_bias": ("logitbias", "--logit-bias"),
 }
 """Field of BlockSpec in which a block may differ from the usual one -> how a file's name and a command line state it."""
-NOT_GENERATED: tuple[str, ...] = ()
-"""The variants that no kernel family computes yet."""
 
 
 class SpecError(ValueError):
@@ -188,12 +186,6 @@ class BlockSpec:
 
 
 _USUAL: dict[str, Any] = {field: BlockSpec.__dataclass_fields__[field].default for field in VARIANTS}
-
-
-def refusal(spec: BlockSpec) -> str:
-    """Why no kernels can be generated for the block, in one line; empty when they can, as far as its variants go."""
-    missing = [VARIANTS[field][1].split()[0] for field in spec.variants if field in NOT_GENERATED]
-    return f"{', '.join(missing)} is not generated yet" if missing else ""
 
 
 def _word(value: Any) -> str:

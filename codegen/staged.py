@@ -27,7 +27,7 @@ from codegen import sequence
 from codegen.config import Config, tunable
 from codegen.layout import padded_stride
 from codegen.sequence import HALF_PARTS, RESERVED_SHARED, norm_store
-from codegen.spec import AxisProblem, refusal
+from codegen.spec import AxisProblem
 from codegen.streamed_attention import Attention
 from codegen.streamed_attention import careful as careful_attention
 from codegen.target import Target
@@ -257,9 +257,7 @@ class StagedPlan:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
         c = self.config
         dtype = self.problem.block.dtype
-        refused = refusal(self.problem.block)
-        rules = [(not refused, refused)]
-        rules += [(c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}")]
+        rules = [(c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}")]
         for name, (threads, shared, blocks, registers) in self.kernels.items():
             most = min(target.registers_per_thread, target.registers_per_sm // (threads * blocks))
             rules += [

@@ -76,6 +76,7 @@ def instant(monkeypatch: pytest.MonkeyPatch):
         (("verify", "missing.py"), "cannot be read"),
         (("verify", str(ROOT / "cli.py")), "is not an emitted module"),
         (("verify", "--on", "tpu", "x.py"), "--on must be cpu or gpu"),
+        (("render", "--set", "family=sequence", "--set", "attn_warps=4"), "family sequence has not all of attn_warps"),
         (("bench", "missing.py"), "cannot be read"),
         (("list", "nowhere"), "is not a folder"),
         (("calibrate", "nowhere.jsonl"), "is not a file of records"),

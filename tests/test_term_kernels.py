@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from codegen.families import FAMILIES, plan_of
+from codegen.families import FAMILIES
 from codegen.reference import random_input, random_weights, reference
 from codegen.render import Source, render
 from codegen.spec import BlockSpec
 from codegen.target import target
 from codegen.terms import random_terms
-from emulated import error_of
+from emulated import TARGET, error_of, right, source_of
 from tuner.compile import compile_source
 from tuner.emulator import EmulationError, Emulator
 from tuner.space import allowed_maths, space
-from tuner.verify import Checker
 
-TARGET = target("sm_90")
 TOLERANCE = 1e-5
 MATHS = [(dtype, math) for dtype in ("float32", "bfloat16", "float16") for math in allowed_maths(1e-5, dtype)]
 FLAGS = (("key_mask",), ("logit_bias",), ("key_mask", "logit_bias"))
@@ -36,23 +34,6 @@ COLUMNS = dataclasses.replace(ROWS, height=35, width=6, batch=1, axes=("col",)) 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("terms")
-
-
-def source_of(spec: BlockSpec, family: str, math: str | None = None, **changes: Any) -> Source:
-    """The default configuration with `changes`, which has to be legal."""
-    configs = {}
-    for axis in spec.axes:
-        start = FAMILIES[family].default(spec.problem(axis), TARGET, math or FAMILIES[family].maths[spec.dtype][0])
-        assert start is not None, f"no default for {spec}"
-        configs[axis] = dataclasses.replace(start, **changes)
-        assert not (reasons := plan_of(spec.problem(axis), configs[axis]).reasons(TARGET)), reasons
-    return render(spec, configs)
-
-
-def right(source: Source, cache: Path, order: str = "forward") -> bool:
-    """Whether a source holds what every candidate on a GPU is held to."""
-    emulator = Emulator(source, cache, run_limit=60)
-    return Checker(source.spec, seed=1, quick=True)(lambda x, weights: emulator.run(x, weights, order=order)).ok
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from codegen.families import FAMILIES, plan_of
-from codegen.render import Source, render
+from codegen.families import FAMILIES
+from codegen.render import render
 from codegen.spec import BlockSpec
 from codegen.staged import default as staged_default
 from codegen.target import target
+from emulated import TARGET, right, source_of
 from tuner.compile import compile_source
-from tuner.emulator import EmulationError, Emulator
+from tuner.emulator import EmulationError
 from tuner.space import allowed_maths, space
-from tuner.verify import Checker
-from variants import GENERATED, drawn
+from variants import EACH, drawn
 
-TARGET = target("sm_90")
 TOLERANCE = 1e-5
 # Ragged in every way: heads of 12 channels, 19 and 5 tokens; two axes, so that the second reads what the first wrote.
 SHAPE = {"dim": 24, "heads": 2, "height": 5, "width": 19, "batch": 1}
@@ -33,39 +32,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("variants")
 
 
-def source_of(spec: BlockSpec, family: str, math: str | None = None, **changes: Any) -> Source:
-    """The default configuration with `changes`, which has to be legal."""
-    configs = {}
-    for axis in spec.axes:
-        start = FAMILIES[family].default(spec.problem(axis), TARGET, math or FAMILIES[family].maths[spec.dtype][0])
-        assert start is not None, f"no default for {spec}"
-        configs[axis] = dataclasses.replace(start, **changes)
-        assert not (reasons := plan_of(spec.problem(axis), configs[axis]).reasons(TARGET)), reasons
-    return render(spec, configs)
-
-
-def right(source: Source, cache: Path, order: str = "forward") -> bool:
-    """Whether a source holds what every candidate on a GPU is held to."""
-    emulator = Emulator(source, cache, run_limit=60)
-    return Checker(source.spec, seed=1, quick=True)(lambda x, weights: emulator.run(x, weights, order=order)).ok
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("variant", GENERATED)
+@pytest.mark.parametrize("variant", EACH)
 def test_a_variant_agrees_with_float64(variant: str, family: str, cache: Path) -> None:
     """Each in one of the arithmetics, which take turns; all of them are the slow test's."""
-    index = 2 * list(GENERATED).index(variant) + 3 * list(FAMILIES).index(family)
+    index = 2 * list(EACH).index(variant) + 3 * list(FAMILIES).index(family)
     dtype, math = MATHS[index % len(MATHS)]
-    source = source_of(BlockSpec(**{**SHAPE, **GENERATED[variant], "dtype": dtype}), family, math)
+    source = source_of(BlockSpec(**{**SHAPE, **EACH[variant], "dtype": dtype}), family, math)
     assert right(source, cache, ("forward", "reverse")[index // 2 % 2]), (dtype, math)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "math"), MATHS)
-@pytest.mark.parametrize("variant", GENERATED)
+@pytest.mark.parametrize("variant", EACH)
 def test_a_variant_agrees_with_float64_in_every_arithmetic(variant: str, dtype: str, math: str, family: str, cache: Path) -> None:
-    assert right(source_of(BlockSpec(**{**SHAPE, **GENERATED[variant], "dtype": dtype}), family, math), cache, "reverse")
+    assert right(source_of(BlockSpec(**{**SHAPE, **EACH[variant], "dtype": dtype}), family, math), cache, "reverse")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,7 +66,7 @@ def test_random_configurations_of_random_variants_agree_with_float64(seed: int, 
 @pytest.mark.parametrize("math", ["fp16x3", "bf16"])
 def test_variants_in_registers_in_rounds_and_by_warpgroups(variant: str, math: str, cache: Path) -> None:
     """What the searches may choose beside the defaults: heads in registers or not, rounds of sequences, products by wgmma."""
-    fields = {**SHAPE, "axes": ("row",), "dtype": "float32" if math == "fp16x3" else "bfloat16", **GENERATED[variant]}
+    fields = {**SHAPE, "axes": ("row",), "dtype": "float32" if math == "fp16x3" else "bfloat16", **EACH[variant]}
     for changes in ({"heads": "shared"}, {"heads": "registers"}, {"heads": "registers", "rounds": 2}):
         spec = BlockSpec(**fields)
         here = space(spec.problem("row"), TARGET, fixed={"math": math, **changes})
@@ -97,7 +79,7 @@ def test_variants_in_registers_in_rounds_and_by_warpgroups(variant: str, math: s
 
 @pytest.mark.parametrize("families", [("sequence", "staged"), ("staged", "sequence")])
 def test_families_can_be_mixed(families: tuple[str, str], cache: Path) -> None:
-    spec = BlockSpec(**{**SHAPE, **GENERATED["everything"], "residual": True})
+    spec = BlockSpec(**{**SHAPE, **EACH["everything"], "residual": True})
     configs = {axis: FAMILIES[name].default(spec.problem(axis), TARGET, "fp16x3") for axis, name in zip(spec.axes, families, strict=True)}
     assert right(render(spec, configs), cache)  # type: ignore[arg-type]
 
@@ -124,7 +106,7 @@ def test_a_variant_that_is_off_leaves_no_trace(family: str) -> None:
     [("sequence", "float32", "sm_80"), ("staged", "float32", "sm_100"), ("sequence", "bfloat16", "sm_90"), ("staged", "float16", "sm_90")],
 )
 def test_variants_compile_without_spills(family: str, dtype: str, arch: str) -> None:
-    spec = BlockSpec(axes=("col",), **{"dtype": dtype, **GENERATED["everything"], "residual": True})
+    spec = BlockSpec(axes=("col",), **{"dtype": dtype, **EACH["everything"], "residual": True})
     config = FAMILIES[family].default(spec.problem("col"), target(arch), FAMILIES[family].maths[dtype][0])
     assert config is not None
     compiled = compile_source(render(spec, {"col": config}), target(arch))

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import cli
 from codegen.module import module_name
-from codegen.spec import NOT_GENERATED, VARIANTS, BlockSpec, SpecError
+from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
 from tuner.records import Machine, Record
-from tuner.space import space, spaces
+from tuner.space import space
 from tuner.trial import OK, Candidate, Outcome
 from variants import EACH
 
@@ -73,19 +73,6 @@ def test_what_contradicts_itself_is_refused_in_one_line(fields: dict[str, Any], 
     with pytest.raises(SpecError, match=re.escape(message)) as refused:
         BlockSpec(**fields)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("field", VARIANTS)
-def test_what_is_not_generated_yet_is_refused_in_one_line(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not NOT_GENERATED, "every variant has kernels; this is for the next one"
-    monkeypatch.setattr("codegen.spec.NOT_GENERATED", (field,))
-    spec = BlockSpec(**{field: {"head_dim": 8, "norm": "rms", "eps": 1e-3}.get(field, not getattr(USUAL, field))})
-    message = f"^{VARIANTS[field][1].split()[0]} is not generated yet$"
-    for family in ("sequence", "staged"):
-        with pytest.raises(SpecError, match=message):
-            space(spec.problem("row"), target("sm_90"), family=family)
-    with pytest.raises(SpecError, match=message):
-        spaces(spec, target("sm_90"))
 
 
 def test_the_command_line_states_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from codegen.spec import NORMS, NOT_GENERATED
+from codegen.spec import NORMS
 
 EACH: dict[str, dict[str, Any]] = {  # what is unusual about a block -> its fields
     "narrow heads": {"head_dim": 7},
@@ -28,7 +28,6 @@ EACH: dict[str, dict[str, Any]] = {  # what is unusual about a block -> its fiel
     "key mask and logit bias": {"key_mask": True, "logit_bias": True},
     "everything": {"head_dim": 12, "qkv_bias": True, "out_bias": False, "residual": False, "norm": "rms", "post_norm": True, "eps": 1e-4},
 }
-GENERATED = {name: fields for name, fields in EACH.items() if not set(fields) & set(NOT_GENERATED)}
 
 
 def drawn(draw: random.Random) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def drawn(draw: random.Random) -> dict[str, Any]:
         fields["head_dim"] = draw.choice((3, 8, 10, 16, 17))
     if fields["norm"] == "none":
         fields = {name: value for name, value in fields.items() if name not in ("post_norm", "norm_affine")}
-    return {name: value for name, value in fields.items() if name not in NOT_GENERATED}
+    return fields
 
 
 def variants() -> st.SearchStrategy[dict[str, Any]]:

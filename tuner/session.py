@@ -159,17 +159,22 @@ def _writable(folder: Path) -> None:
 
 
 def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
-    """`render`: the source of the default configuration with some tunables set. SpecError when that is not legal.
+    """`render`: the source of the default configuration with some tunables set. SpecError when that is not legal."""
+    return render(spec, configs_of(spec, to, settings))
+
+
+def configs_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> dict[str, Config]:
+    """Axis -> the default configuration with some tunables set, NAME=VALUE each. SpecError when that is not legal.
 
     The arithmetic, the way of q, k and v and the engines decide about most other tunables: the default is the one of those that are set."""
     fixed = parse_fixed(settings)
     leading: dict[str, Any] = {name: fixed[name] for name in ("math", "heads", "qkv_engine", "out_engine") if name in fixed}
     tunables: dict[str, Any] = {name: value for name, value in fixed.items() if name != "family"}
     tolerance = 1.0 if fixed.get("math") == "tf32" else FP32_TOLERANCE
-    configs = {}
+    configs: dict[str, Config] = {}
     for axis, families in spaces(spec, to, tolerance=tolerance).items():
         problem = spec.problem(axis)
-        family = str(fixed.get("family") or _family_of(tunables) or next(iter(families)))
+        family = _family_of(tunables, fixed.get("family")) or next(iter(families))
         # A family that is not among them has nothing legal: `space` says why.
         here = families.get(family)
         if here is None or leading:
@@ -181,14 +186,15 @@ def source_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> Source:
         if reasons:
             raise SpecError(f"{axis}: {'; '.join(reasons)}")
         configs[axis] = asked
-    return render(spec, configs)
+    return configs
 
 
-def _family_of(tunables: Iterable[str]) -> str | None:
-    """The only family that has all of the tunables; None when several have, SpecError when none has."""
-    having = [name for name, family in FAMILIES.items() if set(tunables) <= set(family.config.tunables())]
+def _family_of(tunables: Iterable[str], wanted: Any = None) -> str | None:
+    """The only family that has all of the tunables, of all or of the wanted one; None when several have, SpecError when none has."""
+    names = [str(wanted)] if wanted else list(FAMILIES)
+    having = [name for name in names if set(tunables) <= set(FAMILIES[name].config.tunables())]
     if not having:
-        raise SpecError(f"no family has all of {', '.join(tunables)}")
+        raise SpecError(f"{f'family {wanted} has not' if wanted else 'no family has'} all of {', '.join(tunables)}")
     return having[0] if len(having) == 1 else None
 
 

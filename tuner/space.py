@@ -20,7 +20,7 @@ from typing import Any
 from codegen.config import Config, Value
 from codegen.families import FAMILIES, plan_of
 from codegen.sequence import DTYPE_MATHS, SequenceConfig, SequencePlan
-from codegen.spec import AxisProblem, BlockSpec, SpecError, refusal
+from codegen.spec import AxisProblem, BlockSpec, SpecError
 from codegen.target import Target
 
 FP32_TOLERANCE = 1e-5
@@ -247,8 +247,6 @@ def space(
 
     Raises SpecError when nothing is legal, with the objections to the most frugal configuration.
     """
-    if refused := refusal(problem.block):
-        raise SpecError(refused)
     kind = FAMILIES[family]
     values = dict(kind.config.tunables())
     dtype = problem.block.dtype

@@ -14,7 +14,7 @@ from codegen.spec import BlockSpec
 from tuner.gpu import visible_gpu
 from tuner.gpu_backend import GpuBackend, Limits
 from tuner.trial import OK, Candidate
-from variants import GENERATED
+from variants import EACH
 
 pytestmark = pytest.mark.gpu
 
@@ -31,12 +31,12 @@ def backend() -> Iterator[GpuBackend]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("variant", GENERATED)
+@pytest.mark.parametrize("variant", EACH)
 def test_variants_are_verified_and_measured(backend: GpuBackend, variant: str, family: str, dtype: str) -> None:
     """Of each shape, in the family's first arithmetic."""
     candidates = []
     for shape in SHAPES.values():
-        spec = BlockSpec(*shape, **{"dtype": dtype, **GENERATED[variant]})
+        spec = BlockSpec(*shape, **{"dtype": dtype, **EACH[variant]})
         configs: dict[str, Config] = {}
         for axis in spec.axes:
             config = FAMILIES[family].default(spec.problem(axis), backend.target, FAMILIES[family].maths[dtype][0])
@@ -52,6 +52,6 @@ def test_variants_are_verified_and_measured(backend: GpuBackend, variant: str, f
 @pytest.mark.parametrize("variant", ["everything", "post-norm", "wide heads"])
 def test_modules_as_deployed(backend: GpuBackend, variant: str, dtype: str, tmp_path: Path) -> None:
     """Built, verified with and without gradients, and measured, as `tune` does it last."""
-    spec = BlockSpec(*SHAPES["ragged"], **{"dtype": dtype, **GENERATED[variant], "qkv_bias": True})
+    spec = BlockSpec(*SHAPES["ragged"], **{"dtype": dtype, **EACH[variant], "qkv_bias": True})
     built = backend.module(emitted.write(tmp_path, spec, backend.target.arch), spec)
     assert built.status == OK and built.timing is not None, built.cause
