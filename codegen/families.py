@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from codegen import sequence, staged
+from codegen import resident, sequence, staged
 from codegen.config import Config
 from codegen.library import LibraryConfig
+from codegen.resident import ResidentConfig, ResidentPlan
 from codegen.sequence import SequenceConfig, SequencePlan
 from codegen.spec import AxisProblem, SpecError
 from codegen.staged import StagedConfig, StagedPlan
 from codegen.target import Target
 
-Plan = SequencePlan | StagedPlan
+Plan = SequencePlan | StagedPlan | ResidentPlan
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     SequenceConfig.family: Family(SequenceConfig, SequencePlan, sequence.default, sequence.DTYPE_MATHS),
     StagedConfig.family: Family(StagedConfig, StagedPlan, staged.default, staged.DTYPE_MATHS, staged.alternatives),
+    ResidentConfig.family: Family(ResidentConfig, ResidentPlan, resident.default, resident.DTYPE_MATHS, resident.alternatives),
 }
 
 

@@ -12,9 +12,11 @@ import jinja2
 
 from codegen.config import Config
 from codegen.families import Plan, plan_of
+from codegen.resident import ResidentPlan
 from codegen.sequence import SequencePlan
 from codegen.spec import BlockSpec, SpecError
 from codegen.staged import StagedPlan
+from codegen.streamed_plan import StreamedPlan
 from codegen.target import Target
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
@@ -143,6 +145,7 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
     families = {
         "sequence": {axis: plan for axis, plan in plans.items() if isinstance(plan, SequencePlan)},
         "staged": {axis: plan for axis, plan in plans.items() if isinstance(plan, StagedPlan)},
+        "resident": {axis: plan for axis, plan in plans.items() if isinstance(plan, ResidentPlan)},
     }
     maths = sorted({plan.config.math for plan in plans.values()})
     text = environment().get_template("source.cu.j2").render(spec=spec, maths=maths, **families)
@@ -150,8 +153,8 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
     scratch: dict[str, int] = {}
     packed: dict[str, int] = {}
     for index, (axis, plan) in enumerate(plans.items()):
-        if isinstance(plan, StagedPlan):
-            kernels += _staged_kernels(axis, plan)
+        if isinstance(plan, StreamedPlan):
+            kernels += _staged_kernels(axis, plan) if isinstance(plan, StagedPlan) else _resident_kernels(axis, plan)
             for name, elements in plan.scratch:  # the axes run one after the other, and so can share
                 scratch[name] = max(elements, scratch.get(name, 0))
             for name, elements in plan.packed_scratch:
@@ -175,27 +178,48 @@ def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
 
 
 def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
-    used = plan.kernels
+    used, block = plan.kernels, plan.problem.block
     query, key, value, attended = (name for name, _ in plan.scratch)
 
     def kernel(stage: str, items: str, per_block: int, group: int, arguments: tuple[str, ...]) -> Kernel:
         threads, shared = used[stage][:2]
         return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
 
-    block = plan.problem.block
-    read = {f"{name}_weight": f"packed_{name}" for name in plan.packed}  # by the products, instead of the weights
-    qkv = ("x", *block.pre_norm_parameters, *(read.get(name, name) for name in block.parameters_of("qkv")), query, key, value)
-    out = (attended, *(("x",) if block.residual else ()), "y", *(read.get(name, name) for name in block.parameters_of("out")))
-    kernels = []
-    if plan.packed:
-        chunks = sum(product.chunks for product in plan.packed.values())
-        pack = (*read, *read.values())
-        kernels.append(Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, pack, "chunks", fixed=chunks))
-    kernels += [
+    qkv = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), query, key, value)
+    out = (attended, *(("x",) if block.residual else ()), "y", *_read(plan, "out"))
+    return [
+        *_pack_kernel(axis, plan),
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
         kernel("attention", "sequences", 1, block.heads * plan.attention.groups, (query, key, value, attended, *block.terms)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
+        *_norm_kernel(axis, plan),
     ]
-    if block.post_norm:
-        kernels.append(kernel("norm", "tokens", plan.norm_threads // 32, 1, ("y", *block.parameters_of("norm"))))
-    return kernels
+
+
+def _resident_kernels(axis: str, plan: ResidentPlan) -> list[Kernel]:
+    block, (threads, shared) = plan.problem.block, plan.kernels["block"][:2]
+    arguments = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), "attended", "y", *_read(plan, "out"), *block.terms)
+    kernel = Kernel(f"axial_{axis}_block", axis, threads, shared, plan.block_tiles, False, arguments, "row_tiles")
+    return [*_pack_kernel(axis, plan), kernel, *_norm_kernel(axis, plan)]
+
+
+def _read(plan: StreamedPlan, product: str) -> tuple[str, ...]:
+    """What a product reads: its weights, packed or not, and a bias."""
+    packed = {f"{name}_weight": f"packed_{name}" for name in plan.packed}
+    return tuple(packed.get(name, name) for name in plan.problem.block.parameters_of(product))
+
+
+def _pack_kernel(axis: str, plan: StreamedPlan) -> list[Kernel]:
+    if not plan.packed:
+        return []
+    chunks = sum(product.chunks for product in plan.packed.values())
+    arguments = (*(f"{name}_weight" for name in plan.packed), *(f"packed_{name}" for name in plan.packed))
+    return [Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, arguments, "chunks", fixed=chunks)]
+
+
+def _norm_kernel(axis: str, plan: StreamedPlan) -> list[Kernel]:
+    block = plan.problem.block
+    if not block.post_norm:
+        return []
+    arguments = ("y", *block.parameters_of("norm"))
+    return [Kernel(f"axial_{axis}_norm", axis, plan.norm_threads, 0, plan.norm_threads // 32, False, arguments, "tokens")]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -26,10 +25,11 @@ from typing import Any, ClassVar
 from codegen import sequence
 from codegen.config import Config, tunable
 from codegen.layout import padded_stride
-from codegen.sequence import HALF_PARTS, RESERVED_SHARED, norm_store
+from codegen.sequence import HALF_PARTS, norm_store
 from codegen.spec import AxisProblem
 from codegen.streamed_attention import Attention
 from codegen.streamed_attention import careful as careful_attention
+from codegen.streamed_plan import StreamedPlan, ceil_div
 from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import COLUMN_TILES, SUM_TILE, WARPS, WarpgroupProduct
@@ -92,10 +92,6 @@ class StagedConfig(Config):
         }
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 @cache
 def _page(parts: int, fragment: int, vector: int) -> int:
     """Words from one page of LayerNorm's result to the next."""
@@ -103,48 +99,10 @@ def _page(parts: int, fragment: int, vector: int) -> int:
 
 
 @dataclass(frozen=True)
-class StagedPlan:
+class StagedPlan(StreamedPlan):
     """What a configuration means for a problem: padded sizes, tiles, shared memory, threads, registers, scratch."""
 
-    problem: AxisProblem
     config: StagedConfig
-
-    @property
-    def dim(self) -> int:
-        return self.problem.block.dim
-
-    @property
-    def head_dim(self) -> int:
-        return self.problem.block.head_dim
-
-    @property
-    def parts(self) -> int:
-        """Words of 16-bit pairs that an operand's pair is kept in; 0 when operands are floats."""
-        return HALF_PARTS.get(self.config.math, 0)
-
-    @property
-    def half(self) -> bool:
-        return self.parts > 0
-
-    @property
-    def padded_head_dim(self) -> int:
-        step = 16 if self.half else 8
-        return _ceil(self.head_dim, step) * step
-
-    @property
-    def inner(self) -> int:
-        """Columns of q, k, v and of the attention's result, with each head padded."""
-        return self.problem.block.heads * self.padded_head_dim
-
-    @property
-    def tiles(self) -> int:
-        """Row tiles of 16 tokens in a sequence."""
-        return _ceil(self.problem.length, 16)
-
-    @property
-    def exponent_scale(self) -> float:
-        """log2(e) / sqrt(head_dim): softmax is computed in powers of two."""
-        return math.log2(math.e) / math.sqrt(self.head_dim)
 
     def _product(self, group: str, sum: int, columns: int, fragment: int, copy: int) -> Product | WarpgroupProduct:
         c = self.config
@@ -153,8 +111,8 @@ class StagedPlan:
             warp_columns, down, stages, parts, blocks = (
                 getattr(c, f"{group}_{n}") for n in ("warp_columns", "down", "stages", "parts", "blocks")
             )
-            run = self._run(warp_columns) if group == "out" else 2
-            padded = _ceil(sum, SUM_TILE) * SUM_TILE
+            run = self.run(warp_columns) if group == "out" else 2
+            padded = ceil_div(sum, SUM_TILE) * SUM_TILE
             return WarpgroupProduct(max(1, self.parts), warp_columns, down, stages, parts, blocks, padded, columns, copy, run)
         page = 128
         if group == "qkv":
@@ -162,33 +120,18 @@ class StagedPlan:
         shape: dict[str, Any] = {name: getattr(c, f"{group}_{name}") for name in _PRODUCT}
         shape["warps_across"] = shape.pop("across")
         return Product(
-            math=c.math, sum=_ceil(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page,
-            per_word=4 // self.problem.block.itemsize, run=self._run(shape["warp_columns"]) if group == "out" else 2, **shape,
+            math=c.math, sum=ceil_div(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page,
+            per_word=4 // self.problem.block.itemsize, run=self.run(shape["warp_columns"]) if group == "out" else 2, **shape,
         )  # fmt: skip
-
-    def _run(self, warp_columns: int) -> int:
-        """Channels of y that a lane reads and writes at once: 16 bytes where the column tiles of a warp and the channels divide so."""
-        most = 16 // self.problem.block.itemsize
-        return next((n for n in (8, 4) if n <= most and warp_columns % (n // 2) == 0 and self.dim % n == 0), 2)
-
-    def _copy(self, run: int) -> int:
-        """Weights of one asynchronous copy, of up to 16 bytes, where `run` of them lie in one piece."""
-        most = 16 // self.problem.block.itemsize
-        return next(n for n in (8, 4, 2, 1) if n <= most and run % n == 0)
 
     @cached_property
     def qkv(self) -> Product | WarpgroupProduct:
         fragment = 2 if self.config.math == "ffma" else 4
-        return self._product("qkv", self.dim, 3 * self.inner, fragment, self._copy(self.dim))
+        return self._product("qkv", self.dim, 3 * self.inner, fragment, self.copy(self.dim))
 
     @cached_property
     def out(self) -> Product | WarpgroupProduct:
-        return self._product("out", self.inner, self.dim, 2, self._copy(self.head_dim))
-
-    @property
-    def row_tile(self) -> int:
-        """Words of a row tile of one head, in scratch and where it is copied."""
-        return 8 * (self.parts or 2) * self.padded_head_dim
+        return self._product("out", self.inner, self.dim, 2, self.copy(self.head_dim))
 
     @cached_property
     def attention(self) -> Attention:
@@ -209,12 +152,6 @@ class StagedPlan:
         """Of "qkv" and "out", the products whose weights are packed before they are multiplied."""
         return {name: p for name, p in (("qkv", self.qkv), ("out", self.out)) if isinstance(p, WarpgroupProduct)}
 
-    @property
-    def packed_scratch(self) -> tuple[tuple[str, int], ...]:
-        """(name, elements of the block's type) of the packed weights, whatever the batch: a word holds the two parts of a float32 weight
-        or two of 16 bits."""
-        return tuple((f"packed_{name}", p.packed * 4 // self.problem.block.itemsize) for name, p in self.packed.items())
-
     @cached_property
     def kernels(self) -> dict[str, tuple[int, int, int, int]]:
         """Kernel -> threads of a block, bytes of shared memory, blocks asked for on a multiprocessor, registers estimated."""
@@ -223,30 +160,13 @@ class StagedPlan:
             "qkv": (self.qkv.threads, self.qkv.shared_bytes, c.qkv_blocks, max(self.qkv.registers, self._norm_registers)),
             "attention": (self.attention.threads, self.attention.shared_bytes, c.attn_blocks, self.attention.registers),
             "out": (self.out.threads, self.out.shared_bytes, c.out_blocks, self.out.registers),
-            **({"norm": (self.norm_threads, 0, 1, 32 + _ceil(self.dim, 32))} if self.problem.block.post_norm else {}),
+            **self.norm_kernel,
         }
-
-    @property
-    def norm_threads(self) -> int:
-        """Of a block of kernel 4, a warp a token."""
-        return 256
 
     @property
     def _norm_registers(self) -> int:
         pairs = self.qkv.norm_pairs if isinstance(self.qkv, WarpgroupProduct) else 1
-        return 64 + 2 * pairs * _ceil(self.qkv.sum, 32) if pairs == 1 else 48 + 2 * pairs * 4 * _ceil(self.qkv.sum, 128)
-
-    @property
-    def shared_bytes(self) -> int:
-        return sum(shared for _, shared, _, _ in self.kernels.values())
-
-    @property
-    def registers(self) -> int:
-        return sum(registers for _, _, _, registers in self.kernels.values())
-
-    @property
-    def threads(self) -> int:
-        return max(threads for threads, _, _, _ in self.kernels.values())
+        return 64 + 2 * pairs * ceil_div(self.qkv.sum, 32) if pairs == 1 else 48 + 2 * pairs * 4 * ceil_div(self.qkv.sum, 128)
 
     @property
     def capped(self) -> dict[str, int]:
@@ -258,23 +178,9 @@ class StagedPlan:
         c = self.config
         dtype = self.problem.block.dtype
         rules = [(c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}")]
-        for name, (threads, shared, blocks, registers) in self.kernels.items():
-            most = min(target.registers_per_thread, target.registers_per_sm // (threads * blocks))
-            rules += [
-                (threads <= 512, f"{name}: {threads} threads exceed 512"),
-                (
-                    blocks * threads <= target.threads_per_sm,
-                    f"{name}: {blocks} x {threads} threads exceed {target.threads_per_sm} a multiprocessor",
-                ),
-                (shared <= target.shared_per_block, f"{name}: {shared} bytes of shared memory exceed {target.shared_per_block}"),
-                (
-                    blocks * (shared + RESERVED_SHARED) <= target.shared_per_sm,
-                    f"{name}: {blocks} x {shared} bytes of shared memory exceed {target.shared_per_sm} a multiprocessor",
-                ),
-                (registers <= most, f"{name}: about {registers} registers a thread exceed the {most} there are"),
-            ]
+        rules += self.resource_rules(target, 512)
         for group, product, length in (("qkv", self.qkv, self.dim), ("out", self.out, self.problem.block.inner)):
-            column_tiles = _ceil(product.all_columns, product.columns)
+            column_tiles = ceil_div(product.all_columns, product.columns)
             rules += self._engine_rules(group, target)
             rules += [
                 (product.parts <= column_tiles, f"{group}_parts {product.parts} exceeds {column_tiles} column tiles"),
@@ -367,19 +273,19 @@ def _careful_product(problem: AxisProblem, group: str, math: str, engine: str | 
 def _much(problem: AxisProblem, group: str) -> bool:
     """Whether a product fills a large GPU with warpgroups' tiles that are hardly padded."""
     length = problem.block.dim if group == "qkv" else problem.block.inner
-    return problem.sequences * problem.length >= 8192 and 3 * _ceil(length, SUM_TILE) * SUM_TILE <= 4 * length
+    return problem.sequences * problem.length >= 8192 and 3 * ceil_div(length, SUM_TILE) * SUM_TILE <= 4 * length
 
 
 def _careful_warpgroups(problem: AxisProblem, group: str, target: Target) -> Iterator[dict[str, Any]]:
     """128 rows, in two blocks of two warpgroups on a multiprocessor where shared memory allows that; then fewer of everything."""
-    rows = problem.sequences * _ceil(problem.length, 16)
+    rows = problem.sequences * ceil_div(problem.length, 16)
     all_columns = 3 * problem.block.inner if group == "qkv" else problem.block.dim
     shapes = (
         (8, 16, 3, 2), (8, 12, 3, 2), (8, 8, 3, 2), (8, 16, 4, 1), (8, 16, 3, 1), (8, 12, 3, 1), (8, 8, 3, 1),
         (4, 16, 3, 1), (4, 12, 3, 1), (4, 8, 3, 1), (4, 8, 2, 1),
     )  # fmt: skip
     for down, warp_columns, stages, blocks in shapes:
-        column_tiles = _ceil(all_columns, 8 * warp_columns)
+        column_tiles = ceil_div(all_columns, 8 * warp_columns)
         if warp_columns > 8 and 3 * column_tiles * 8 * warp_columns > 4 * all_columns:
             continue  # a third more columns than there are
         few = max(1, target.sms * blocks * down // rows)  # parts that fill the GPU
@@ -391,7 +297,7 @@ def _careful_warpgroups(problem: AxisProblem, group: str, target: Target) -> Ite
 def _careful_tiles(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]:
     """Candidates from fast to frugal: 64 rows, in two blocks of four warps on a multiprocessor, so that one multiplies while the other
     normalises or waits, or else in one of eight; fewer rows where shared memory or the rows are few."""
-    rows = problem.sequences * _ceil(problem.length, 16)  # row tiles in all
+    rows = problem.sequences * ceil_div(problem.length, 16)  # row tiles in all
     block = problem.block
     columns, length = (3 * block.inner, block.dim) if group == "qkv" else (block.dim, block.inner)
     shapes = (
@@ -399,12 +305,12 @@ def _careful_tiles(problem: AxisProblem, group: str) -> Iterator[dict[str, Any]]
         (2, 1, 4, 1, 8), (1, 1, 4, 1, 8), (1, 1, 4, 1, 4), (1, 1, 2, 1, 4), (1, 1, 2, 1, 1),
     )  # fmt: skip
     steps: tuple[tuple[int, int], ...] = ((32, 3), (32, 2), (16, 3), (16, 2))
-    if block.itemsize == 2 and _ceil(length, 32) % 2 == 0:  # as many bytes a step, unless they are zeros
+    if block.itemsize == 2 and ceil_div(length, 32) % 2 == 0:  # as many bytes a step, unless they are zeros
         steps = ((64, 3), (64, 2), *steps)
     for (blocks, warp_rows, warp_columns, down, across), (tile, stages) in itertools.product(shapes, steps):
         if warp_rows * down > rows or 8 * warp_columns * across >= 2 * columns and warp_columns > 2:
             continue
-        column_tiles = _ceil(columns, 8 * warp_columns * across)
+        column_tiles = ceil_div(columns, 8 * warp_columns * across)
         few = max(1, 264 * warp_rows * down // rows)  # parts that fill a large GPU twice over
         parts = max(p for p in _PARTS if p <= min(few, column_tiles))
         values = (warp_rows, warp_columns, down, across, tile, stages, parts, blocks)

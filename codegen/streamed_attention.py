@@ -142,16 +142,22 @@ class Attention:
 
     def rules(self) -> list[tuple[bool, str]]:
         """(whether it holds, what to say when not), of the rules that concern this kernel alone."""
-        short = self.math in _WEIGHTS_OF_16_BITS
         return [
             (
                 self.warps * self.rows <= 2 * self.tiles,
                 f"attn_warps {self.warps} x attn_rows {self.rows} exceeds what {self.tiles} row tiles need",
             ),
             (self.key_tile < 32 * self.tiles, f"attn_key_tile {self.key_tile} exceeds what {self.tiles} row tiles need"),
-            (self.sums == "add" or short, f"attn_sums {self.sums} needs weights of 16 bits, which math {self.math} has not"),
-            (self.polynomial == 0 or short, f"attn_polynomial is not exact enough for math {self.math}"),
-            (self.polynomial == 0 or not self.biased, "attn_polynomial has no zero, which a bias of minus infinity needs"),
+            *self.weight_rules("attn_sums", "attn_polynomial"),
+        ]
+
+    def weight_rules(self, sums: str, polynomial: str) -> list[tuple[bool, str]]:
+        """Those of how weights are computed and summed, by the names of the two tunables."""
+        short = self.math in _WEIGHTS_OF_16_BITS
+        return [
+            (self.sums == "add" or short, f"{sums} {self.sums} needs weights of 16 bits, which math {self.math} has not"),
+            (self.polynomial == 0 or short, f"{polynomial} is not exact enough for math {self.math}"),
+            (self.polynomial == 0 or not self.biased, f"{polynomial} has no zero, which a bias of minus infinity needs"),
         ]
 
 

@@ -24,9 +24,9 @@ COLUMN_TILES = (8, 12, 16, 24, 32)
 class WarpgroupProduct:
     """A tiled product as one kernel computes it; sizes in elements, offsets in words.
 
-    operands: 1, or 2 with the rests; warp_columns: 8-column tiles of a block, all of which every warp has; down: warps of a block, with 16
-    rows each; sum: the padded length of the sum; copy: neighbouring weights that can be read at once; run: neighbouring columns of the
-    result that a lane has.
+    operands: 1, or 2 with the rests; warp_columns: 8-column tiles of a block, all of which every warp has; down: warps of a block, with
+    `warp_rows` times 16 rows each; sum: the padded length of the sum; copy: neighbouring weights that can be read at once; run:
+    neighbouring columns of the result that a lane has.
     """
 
     operands: int
@@ -40,10 +40,11 @@ class WarpgroupProduct:
     copy: int
     run: int
     sum_tile: int = SUM_TILE
+    warp_rows: int = 1
 
     @property
     def row_tiles(self) -> int:
-        return self.down
+        return self.down * self.warp_rows
 
     @property
     def columns(self) -> int:

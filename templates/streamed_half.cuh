@@ -51,6 +51,19 @@ struct HalfStream {
       for (int step = 0; step < STEPS / 2; ++step) fetch(quad[step], from, step, lane);
     }
 
+    // The same from accumulators.
+    template <int COLUMNS>
+    __device__ __forceinline__ void hold(const float (&acc)[COLUMNS][4]) {
+#pragma unroll
+      for (int step = 0; step < STEPS / 2; ++step) {
+        const typename Math::Tile tile = Math::tile(acc[2 * step], acc[2 * step + 1]);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+          for (int word = 0; word < 4; ++word) quad[step][part][word] = tile.part[part][word];
+      }
+    }
+
     __device__ __forceinline__ void get(unsigned (&to)[PARTS][4], int step) const {
 #pragma unroll
       for (int part = 0; part < PARTS; ++part)

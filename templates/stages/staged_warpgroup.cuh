@@ -32,6 +32,14 @@ struct WarpgroupProduct {
     for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / P::SUM_TILE * A_TILE + swizzled(row, index % P::SUM_TILE), words[which]);
   }
 
+  // A lane's words (g, k), (g+8, k), (g, k+8), (g+8, k+8) of a fragment, number `page` of 16 rows from `row` on, into operand A.
+  static __device__ __forceinline__ void store_quad(float* a, int row, int page, int lane, const float (&quad)[4]) {
+    const int index = page / OPERANDS * 16 + 2 * (lane % 4);
+    float* to = a + page % OPERANDS * A_OPERAND + index / P::SUM_TILE * A_TILE;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) to[swizzled(row + lane / 4 + word % 2 * 8, index % P::SUM_TILE + word / 2 * 8)] = quad[word];
+  }
+
   static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {
     const int stage = step % P::STAGES, tile = (part + step / SUM_TILES * P::PARTS) * SUM_TILES + step % SUM_TILES;
     start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);

@@ -14,12 +14,10 @@ __device__ __forceinline__ void warpgroup_output(const float* attended, {{ "cons
       [&](float* a) {
 #pragma unroll 8
         for (int at = threadIdx.x / 32; at < P::ROW_TILES * ALL_PAGES; at += P::THREADS / 32) {
-          const int row_tile = at / ALL_PAGES, page = at % ALL_PAGES, index = page / OPERANDS * 16 + 2 * (lane % 4), row = 16 * row_tile + lane / 4;
-          float quad[4] = {};  // (g, k), (g+8, k), (g, k+8), (g+8, k+8)
+          const int row_tile = at / ALL_PAGES, page = at % ALL_PAGES;
+          float quad[4] = {};
           if (first_tile + row_tile < row_tiles && page < PAGES) load(quad, rows + (row_tile * PAGES + page) * 128 + 4 * lane);
-          float* to = a + page % OPERANDS * Product::A_OPERAND + index / P::SUM_TILE * Product::A_TILE;
-#pragma unroll
-          for (int word = 0; word < 4; ++word) to[swizzled(row + word % 2 * 8, index % P::SUM_TILE + word / 2 * 8)] = quad[word];
+          Product::store_quad(a, 16 * row_tile, page, lane, quad);
         }
       },
       [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {

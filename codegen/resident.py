@@ -1,0 +1,204 @@
+"""The `resident` family: a whole axis in one kernel by warpgroups, for sequences whose normalised tokens fit into shared memory.
+
+A block normalises the tokens of one or a few sequences and keeps them as operand A of Hopper's matrix unit. Then it goes from head to
+head: the QKV product of one head, whose queries stay in registers and whose keys and values lie in shared memory, and its attention.
+q, k and v never reach global memory. The attention's result does, as fragments that the same lanes read back when all heads are done and
+the tokens' place is free: as operand A of the output product. The weights of both products are packed before
+(codegen/warpgroup_product.py) and stream through one ring of buffers.
+
+Tokens beyond a sequence's end are zeros; a row tile is 16 tokens of one sequence, as in the `staged` family, whose stages this one
+composes anew (templates/stages/resident.cuh).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from codegen.config import Config, tunable
+from codegen.sequence import DTYPE_MATHS as ALL_MATHS
+from codegen.sequence import HALF_PARTS
+from codegen.spec import AxisProblem
+from codegen.streamed_attention import Attention
+from codegen.streamed_plan import StreamedPlan, ceil_div
+from codegen.target import Target
+from codegen.warpgroup_product import SUM_TILE, WARPS, WarpgroupProduct
+
+DTYPE_MATHS = {dtype: tuple(math for math in maths if math in HALF_PARTS) for dtype, maths in ALL_MATHS.items()}
+_MATHS = tuple(math for maths in DTYPE_MATHS.values() for math in maths)
+_MOST_COLUMNS = 256  # of one instruction
+_MOST_THREADS = 512
+
+
+@dataclass(frozen=True)
+class ResidentConfig(Config):
+    """One point of the `resident` family's space."""
+
+    family: ClassVar[str] = "resident"
+
+    math: str = tunable("bf16", _MATHS, "arithmetic of the products")
+    sequences: int = tunable(1, (1, 2, 4, 8), "sequences of a block")
+    rows: int = tunable(1, (1, 2, 4), "16-row tiles of a warp")
+    overlap: bool = tunable(True, (True, False), "multiply for the next head while a head's attention is computed")
+    stages: int = tunable(3, (2, 3, 4), "buffers for weights under way")
+    key_tile: int = tunable(32, (16, 32, 48, 64, 80), "keys of one step of the streaming softmax")
+    sums: str = tunable("add", ("add", "product"), "sums of the attention's weights by additions, or by one more product")
+    polynomial: int = tunable(0, (0, 1, 2, 3, 4), "of eight exponentials, those computed as polynomials")
+    out_columns: int = tunable(8, (4, 8, 12, 16, 24, 32), "8-column tiles of the output product that are computed at once")
+    blocks: int = tunable(1, (1, 2, 3), "blocks a multiprocessor must be able to hold, which caps registers")
+
+
+@dataclass(frozen=True)
+class ResidentPlan(StreamedPlan):
+    """What a configuration means for a problem: padded sizes, warps, shared memory, registers, scratch."""
+
+    config: ResidentConfig
+
+    @property
+    def block_tiles(self) -> int:
+        """Row tiles of a block's sequences."""
+        return self.config.sequences * self.tiles
+
+    @property
+    def warps(self) -> int:
+        """Whole warpgroups, with at least as many row tiles as there are."""
+        return WARPS * ceil_div(self.block_tiles, WARPS * self.config.rows)
+
+    def _product(self, sum: int, columns: int, all_columns: int, run: int, copy: int) -> WarpgroupProduct:
+        c = self.config
+        return WarpgroupProduct(
+            operands=max(1, self.parts), warp_columns=columns, down=self.warps, stages=c.stages, parts=1, blocks=c.blocks,
+            sum=ceil_div(sum, SUM_TILE) * SUM_TILE, all_columns=all_columns, copy=copy, run=run, warp_rows=c.rows,
+        )  # fmt: skip
+
+    @cached_property
+    def qkv(self) -> WarpgroupProduct:
+        """A column tile is a head: its q, k and v."""
+        return self._product(self.dim, 3 * self.padded_head_dim // 8, 3 * self.inner, 2, self.copy(self.dim))
+
+    @cached_property
+    def out(self) -> WarpgroupProduct:
+        columns = self.config.out_columns
+        return self._product(self.inner, columns, self.dim, self.run(columns), self.copy(self.head_dim))
+
+    @property
+    def packed(self) -> dict[str, WarpgroupProduct]:
+        """Both products' weights."""
+        return {"qkv": self.qkv, "out": self.out}
+
+    @cached_property
+    def attention(self) -> Attention:
+        c = self.config
+        return Attention(
+            math=c.math, warps=self.warps, rows=c.rows, key_tile=c.key_tile, stages=1, sums=c.sums, polynomial=c.polynomial,
+            blocks=c.blocks, tiles=self.tiles, padded_head_dim=self.padded_head_dim, row_tile=self.row_tile,
+            biased=self.problem.block.logit_bias,
+        )  # fmt: skip
+
+    # Shared memory, in words: operand A of either product, the ring, a head's keys and values, the ring's barriers
+
+    @property
+    def ring(self) -> int:
+        """Where the ring starts."""
+        return max(self.qkv.buffers, self.out.buffers)
+
+    @property
+    def ring_tile(self) -> int:
+        """Words of a buffer of the ring."""
+        return max(self.qkv.b_tile, self.out.b_tile)
+
+    @property
+    def keys(self) -> int:
+        """Where the keys start, of all row tiles of the block."""
+        return self.ring + self.config.stages * self.ring_tile
+
+    @property
+    def values(self) -> int:
+        return self.keys + self.block_tiles * self.row_tile
+
+    @property
+    def barriers(self) -> int:
+        """Two words for each buffer."""
+        return self.values + self.block_tiles * self.row_tile
+
+    @property
+    def scratch(self) -> tuple[tuple[str, int], ...]:
+        """(name, elements of the block's type for one image): the attention's result as fragments."""
+        return (("attended", self.problem.lines * self.tiles * 16 * self.inner),)
+
+    @cached_property
+    def kernels(self) -> dict[str, tuple[int, int, int, int]]:
+        """Kernel -> threads of a block, bytes of shared memory, blocks asked for on a multiprocessor, registers estimated."""
+        shared = 4 * (self.barriers + 2 * self.config.stages)
+        return {"block": (32 * self.warps, shared, self.config.blocks, self._registers), **self.norm_kernel}
+
+    @property
+    def _registers(self) -> int:
+        """From below: accumulators, what attention keeps, addressing."""
+        c = self.config
+        first, second = (4 * c.rows * p.operands * p.warp_columns for p in (self.qkv, self.out))
+        attention = self.attention.registers + (first if c.overlap and self.problem.block.heads > 1 else 0)
+        return max(attention, 40 + first, 40 + second)
+
+    @property
+    def capped(self) -> dict[str, int]:
+        """Tunable that caps registers -> threads of the block it concerns."""
+        return {"blocks": 32 * self.warps}
+
+    def reasons(self, target: Target) -> list[str]:
+        """Why the configuration is not legal for the problem on the target; empty when it is."""
+        c, dtype = self.config, self.problem.block.dtype
+        out_tiles = ceil_div(self.dim, 8)
+        rules = [
+            (target.warpgroup_products, f"{target.arch} has no wgmma"),
+            (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
+            (self.qkv.columns <= _MOST_COLUMNS, f"q, k, v of a head have {self.qkv.columns} columns, over {_MOST_COLUMNS} of wgmma"),
+            (self.attention.holds_queries, f"head_dim {self.head_dim} has too many queries for registers"),
+            (c.sequences == 1 or c.sequences <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
+            (self.tiles % c.rows == 0 or c.sequences == 1, f"rows {c.rows} does not divide the {self.tiles} row tiles of a sequence"),
+            (self.block_tiles > WARPS * c.rows // 2, f"rows {c.rows} leaves half of the block without tokens"),
+            (16 * self.tiles % c.key_tile == 0, f"key_tile {c.key_tile} does not divide the {16 * self.tiles} keys of a sequence"),
+            (c.out_columns < 2 * out_tiles or c.out_columns == 4, f"out_columns {c.out_columns} exceeds what {self.dim} channels need"),
+            *self.attention.weight_rules("sums", "polynomial"),
+            *self.resource_rules(target, _MOST_THREADS),
+        ]
+        return [reason for holds, reason in rules if not holds]
+
+
+def default(problem: AxisProblem, target: Target, math: str | None = None) -> ResidentConfig | None:
+    """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
+    maths = DTYPE_MATHS[problem.block.dtype] if math is None else (math,)
+    found = (config for m in maths for config in _careful(problem, m) if not ResidentPlan(problem, config).reasons(target))
+    return next(found, None)
+
+
+def _careful(problem: AxisProblem, math: str) -> Iterator[ResidentConfig]:
+    """Candidates from fast to frugal: two blocks on a multiprocessor, so that one multiplies while the other computes exponentials, or
+    else one of 256 rows; the tricks of attention as in `staged`."""
+    short = math in ("bf16", "fp16") and problem.block.head_dim <= 32
+    polynomial = (2 if problem.block.head_dim <= 16 else 1) if short and not problem.block.logit_bias else 0
+    tiles = ceil_div(problem.length, 16)
+    columns = [n for n in (16, 8, 4) if n <= max(4, ceil_div(problem.block.dim, 8))]
+    for blocks, rows, sequences, overlap, stages, key_tile, out_columns in itertools.product(
+        (2, 1), (1, 2, 4), (1, 2, 4, 8), (True, False), (4, 3, 2), (32, 80, 48, 16), columns
+    ):
+        tokens = 16 * sequences * tiles
+        if tokens > 512 or (sequences > 1 and tokens > 256) or tokens < 128 <= 8 * tokens // sequences:
+            continue
+        yield ResidentConfig(
+            math=math, sequences=sequences, rows=rows, overlap=overlap, stages=stages, key_tile=key_tile,
+            sums="product" if short else "add", polynomial=polynomial, out_columns=out_columns, blocks=blocks,
+        )  # fmt: skip
+
+
+def alternatives(problem: AxisProblem, target: Target, math: str) -> list[ResidentConfig]:
+    """Other configurations to start from than the default: with and without overlap, one and two blocks on a multiprocessor."""
+    found: list[ResidentConfig] = []
+    for blocks, overlap in itertools.product((2, 1), (True, False)):
+        fitting: Any = (c for c in _careful(problem, math) if (c.blocks, c.overlap) == (blocks, overlap))
+        start = next((c for c in fitting if not ResidentPlan(problem, c).reasons(target)), None)
+        found += [start] if start is not None else []
+    return found

@@ -1,0 +1,220 @@
+// softmax(q k^T / sqrt(HEAD_DIM)) v for ROWS row tiles of a warp, tile of keys after tile of keys (Milakov and Gimelshein 2018), so that no
+// row of scores is ever stored. q comes in units of the exponent.
+//
+// The exponent's reference need not be the maximum: a row begins with the reference 0, which serves scores of usual size, and gets the maximum
+// of a tile when the first tile's weights are too small or a later one's grow beyond LIMIT. So the usual tile has no maximum, no
+// correction and no multiplication of what is summed, and the reference is where the scores start from.
+template <typename C>
+struct StreamedSoftmax {
+  using Math = typename C::Math;
+  using S = typename C::Streamed;
+  using Products = typename S::Products;
+  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROWS = S::ROWS, KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE);
+  static constexpr int SUMS = S::SUMS_BY_PRODUCT ? 4 : 2;  // a lane's, of its two rows
+  using Query = typename S::template Query<STEPS>;
+  using Weights = typename Products::template Weights<ROWS, KEYS>;
+  using Sums = typename Products::template Sums<STEPS, S::VALUE_STRIDE, ROWS>;
+
+{% if spec.terms %}
+  // What changes the scores of a tile.
+  struct Terms {
+{% if spec.key_mask %}
+    KeyMask<C, KEYS> mask;
+{% endif %}
+{% if spec.logit_bias %}
+    const Element* __restrict__ bias;
+    int head, tile;  // the warp's first row tile
+{% endif %}
+  };
+
+{% endif %}
+  Query queries[ROWS];
+  Sums sums;
+  float sum[ROWS][SUMS], start[ROWS][4];  // of a row's weights; what its scores start from
+{% if spec.terms %}
+  bool beginning;  // whether a row has no key yet
+{% endif %}
+
+  // Before the first tile of keys.
+  __device__ __forceinline__ void begin() {
+    sums = Sums();
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) sum[row][i] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) start[row][i] = -S::HEADROOM;
+    }
+{% if spec.terms %}
+    beginning = true;
+{% endif %}
+  }
+
+  // The exponents of the warp's weights for a tile of keys.
+  __device__ __forceinline__ void exponents(float (&p)[ROWS][KEYS][4], const float (&from)[ROWS][4], const float* keys, int step, int lane{{ ", const Terms& terms" if spec.terms }}) const {
+    Products::template scores<STEPS>(p, queries, from, keys, lane);
+    if (C::LENGTH % S::KEY_TILE != 0 && step == KEY_STEPS - 1) {
+#pragma unroll
+      for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (step * S::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) p[row][j][i] = minus_infinity();
+          }
+    }
+{% if spec.logit_bias %}
+    add_bias<C>(p, terms.bias, terms.head, 16 * terms.tile + lane / 4, step * S::KEY_TILE, lane);
+{% endif %}
+{% if spec.key_mask %}
+    terms.mask.apply(p, lane);
+{% endif %}
+  }
+
+  // References of rows from the tile's maximum, so that its largest weight is 2^-HEADROOM; those of rows that have been summed do not fall.
+  __device__ __forceinline__ void refer(const float* keys, int step, int lane{{ ", const Terms& terms" if spec.terms }}) {
+{% if spec.terms %}
+    // A tile of keys may be masked for a row, or as good as masked by its bias: exponents are taken without references, so that a reference
+    // far below the scores that follow does not hide what these are.
+    const float nothing[ROWS][4] = {};
+    float p[ROWS][KEYS][4];
+    exponents(p, nothing, keys, step, lane, terms);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) highest = fmaxf(highest, fmaxf(p[row][j][2 * half], p[row][j][2 * half + 1]));
+        highest = group_max<4>(highest) + S::HEADROOM;
+        const float reference = -start[row][2 * half];
+        const bool begun = row_sum(sum[row], half) > 0.0f;  // else no key so far had a weight
+        if (begun || highest == minus_infinity()) highest = fmaxf(highest, reference);
+        if (begun) {
+          const float correction = exp2_approx(reference - highest);
+#pragma unroll
+          for (int i = half * SUMS / 2; i < (half + 1) * SUMS / 2; ++i) sum[row][i] *= correction;
+          sums.rescale(row, half, correction);
+        }
+        start[row][2 * half] = start[row][2 * half + 1] = -highest;
+      }
+{% else %}
+    float p[ROWS][KEYS][4];
+    exponents(p, start, keys, step, lane);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) highest = fmaxf(highest, fmaxf(p[row][j][2 * half], p[row][j][2 * half + 1]));
+        highest = group_max<4>(highest) + S::HEADROOM;
+        if (step > 0) {
+          highest = fmaxf(highest, 0.0f);
+          const float correction = exp2_approx(-highest);
+#pragma unroll
+          for (int i = half * SUMS / 2; i < (half + 1) * SUMS / 2; ++i) sum[row][i] *= correction;
+          sums.rescale(row, half, correction);
+        }
+        start[row][2 * half] -= highest, start[row][2 * half + 1] -= highest;
+      }
+{% endif %}
+  }
+
+  // Tile number `step` of the keys.
+  __device__ __forceinline__ void add(const float* keys, const float* values, int step, int lane{{ ", const Terms& terms" if spec.terms }}) {
+    Weights weights;
+    float added[ROWS][2];
+    bool outside = false;  // whether the references have been found not to serve
+{% if spec.terms %}
+    bool low = false;  // whether a row has weights of nothing so far
+{% endif %}
+    do {
+      if (outside) refer(keys, step, lane{{ ", terms" if spec.terms }});
+      float p[ROWS][KEYS][4];
+      exponents(p, start, keys, step, lane{{ ", terms" if spec.terms }});
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) p[row][j][i] = S::power(p[row][j][i], j % 2 * 4 + i);
+      weights.take(p);
+      bool found = beyond(weights, p, added);
+{% if spec.terms %}
+      low = beginning && __any_sync(ALL_LANES, below(weights, added, sum));
+      found |= low;
+{% else %}
+      if (step == 0) found |= below(weights, added);
+{% endif %}
+      outside = __any_sync(ALL_LANES, found) & !outside;
+    } while (outside);
+{% if spec.terms %}
+    beginning = low;
+{% endif %}
+    if constexpr (S::SUMS_BY_PRODUCT) {
+      Products::add_rows(sum, weights);
+    } else {
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) sum[row][0] += added[row][0], sum[row][1] += added[row][1];
+    }
+    sums.add(weights, values, lane);
+  }
+
+  // The result of row tile `row`, to `to` as a row tile of operand A of the output product.
+  __device__ __forceinline__ void finish(float* to, int row, int head, int lane) const {
+{% set inverse = "inverse_or_zero(" if spec.terms else "__fdividef(1.0f, " %}
+    const float upper = {{ inverse }}row_sum(sum[row], 0)), lower = {{ inverse }}row_sum(sum[row], 1));
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) {
+      const float c[4] = {sums.result(row, j, 0) * upper, sums.result(row, j, 1) * upper, sums.result(row, j, 2) * lower, sums.result(row, j, 3) * lower};
+      Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
+    }
+  }
+
+  // Whether a weight is, or several of a row are, beyond LIMIT. Adds up a lane's weights of each of its rows where that is its part.
+  static __device__ __forceinline__ bool beyond(const Weights& weights, const float (&p)[ROWS][KEYS][4], float (&added)[ROWS][2]) {
+    if constexpr (S::SUMS_BY_PRODUCT) {
+      return weights.reach_two();
+    } else {
+      float largest = 0.0f;
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          added[row][half] = 0.0f;
+#pragma unroll
+          for (int j = 0; j < KEYS; ++j) added[row][half] += p[row][j][2 * half] + p[row][j][2 * half + 1];
+          largest = fmaxf(largest, added[row][half]);
+        }
+      return largest > S::LIMIT;
+    }
+  }
+
+{% if spec.terms %}
+  // Whether a row's weights are together below FLOOR, with those of the tiles before.
+  static __device__ __forceinline__ bool below(const Weights& weights, const float (&added)[ROWS][2], const float (&before)[ROWS][SUMS]) {
+    float sum[ROWS][SUMS], least = S::FLOOR;
+#pragma unroll
+    for (int i = 0; i < ROWS * SUMS; ++i) sum[i / SUMS][i % SUMS] = before[i / SUMS][i % SUMS];
+{% else %}
+  // Whether a row's weights are together below FLOOR.
+  static __device__ __forceinline__ bool below(const Weights& weights, const float (&added)[ROWS][2]) {
+    float sum[ROWS][SUMS] = {}, least = S::FLOOR;
+{% endif %}
+    if constexpr (S::SUMS_BY_PRODUCT) Products::add_rows(sum, weights);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (!S::SUMS_BY_PRODUCT) sum[row][half] {{ "+=" if spec.terms else "=" }} added[row][half];
+        least = fminf(least, row_sum(sum[row], half));
+      }
+    return least < S::FLOOR;
+  }
+
+  // Of all weights of a row: lanes have what they have added up of it, or the tensor cores' sum of the whole row.
+  static __device__ __forceinline__ float row_sum(const float (&sum)[SUMS], int half) {
+    return S::SUMS_BY_PRODUCT ? sum[half * SUMS / 2] : group_sum<4>(sum[half]);
+  }
+};
