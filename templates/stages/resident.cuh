@@ -164,6 +164,7 @@ struct Resident {
         for (int row = 0; row < ROWS; ++row)
           if (tile + row < end) softmax.finish(result + row * (PAGES * 128), row, head, lane);
       }
+      wgmma_wait<0>();  // there are none: this tells the compiler
     }
 
     // A lane reads what it has written.
