@@ -129,8 +129,8 @@ struct Resident {
     __syncthreads();  // operand A and the barriers are there for all
 
     float *const keys = shared + C::KEYS, *const values = shared + C::VALUES;
-    const int sequence = tile / C::TILES, within = sequence * C::TILES * C::ROW_TILE;  // of the block; its first key
-    const bool real = tile < end;
+    // A warp without tokens takes part in all: its first key is another warp's, and its result is not stored.
+    const int within = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
     float* const result = attended + static_cast<long long>(first_tile + tile) * (PAGES * 128);
     Softmax softmax;
     int step = 0;
@@ -145,20 +145,29 @@ struct Resident {
         finish(acc, rest);
         if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the head before
         hand_on(softmax, acc, {{ "qkv_bias, " if spec.qkv_bias }}keys, values, tile, head, lane);
-        if (!C::OVERLAP || head == C::HEADS - 1) __syncthreads();  // keys and values are there for all; or the first step's barrier says so
+        __syncthreads();  // keys and values are there for all
         softmax.begin();
         int next = 0;  // tile of the sum of the next head
 #pragma unroll 1
         for (int key_step = 0; key_step < KEY_STEPS; ++key_step) {
-          if constexpr (C::OVERLAP) {
+          // Behind the scores, so that these do not wait for the matrix unit.
+          const auto multiply_next = [&]() {
+            if constexpr (C::OVERLAP) {
 #pragma unroll 1
-            for (; head < C::HEADS - 1 && next * KEY_STEPS < (key_step + 1) * First::SUM_TILES; ++next, ++step) multiply<Qkv>(acc, rest, shared, packed_qkv, packed_out, step, next);
-          }
+              for (; head < C::HEADS - 1 && next * KEY_STEPS < (key_step + 1) * First::SUM_TILES; ++next, ++step) multiply<Qkv>(acc, rest, shared, packed_qkv, packed_out, step, next);
+            }
+          };
 {% if spec.terms %}
 {% set terms = (["KeyMask<C, Softmax::KEYS>(key_mask, (first_tile + min(tile, end - 1)) / C::TILES, key_step * S::KEY_TILE, lane)"] if spec.key_mask else []) + (["logit_bias, head, tile % C::TILES"] if spec.logit_bias else []) %}
           const typename Softmax::Terms terms{ {{- terms | join(", ") -}} };
 {% endif %}
-          if ({{ "real && terms.mask.any()" if spec.key_mask else "real" }}) softmax.add(keys + within + key_step * S::KEY_WORDS, values + within + key_step * S::VALUE_WORDS, key_step, lane{{ ", terms" if spec.terms }});
+{% if spec.key_mask %}
+          if (!terms.mask.any()) {
+            multiply_next();
+            continue;
+          }
+{% endif %}
+          softmax.add(keys + within + key_step * S::KEY_WORDS, values + within + key_step * S::VALUE_WORDS, key_step, lane, {{ "terms, " if spec.terms }}multiply_next);
         }
 #pragma unroll
         for (int row = 0; row < ROWS; ++row)
@@ -181,13 +190,19 @@ struct Resident {
     __syncthreads();
 #pragma unroll 1
     for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
+      const int column = turn * Out::COLUMNS;
+      OutputTiles<C, SECOND_TILES> tiles[ROWS];
+{% if spec.residual %}
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
+{% endif %}
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < Second::SUM_TILES; ++sum_tile, ++step) multiply<Out>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
       finish(acc, rest);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row)
-        {{ "add_residual" if spec.residual else "store_output" }}<C, SECOND_TILES>({{ (out_arguments + out_bias) | join(", ") }}, first_tile + tile + row, first_tile + end, turn * Out::COLUMNS, lane, acc[row]);
+        tiles[row].after({{ (out_arguments + out_bias) | join(", ") }}, first_tile + tile + row, first_tile + end, column, lane, acc[row]);
     }
   }
 };

@@ -21,7 +21,12 @@ __device__ __forceinline__ void output(const float* attended, {{ "const Element*
       []() {},
       [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
 #pragma unroll
-        for (int i = 0; i < P::WARP_ROW_TILES; ++i)
-          {{ "add_residual" if spec.residual else "store_output" }}<C, P::WARP_COLUMN_TILES>({{ "x, " if spec.residual }}y, {{ "out_bias, " if spec.out_bias }}first_tile + row_tile + i, row_tiles, column, lane, acc[i]);
+        for (int i = 0; i < P::WARP_ROW_TILES; ++i) {
+          OutputTiles<C, P::WARP_COLUMN_TILES> tiles;
+{% if spec.residual %}
+          tiles.before(x, first_tile + row_tile + i, row_tiles, column, lane);
+{% endif %}
+          tiles.after({{ "x, " if spec.residual }}y, {{ "out_bias, " if spec.out_bias }}first_tile + row_tile + i, row_tiles, column, lane, acc[i]);
+        }
       });
 }

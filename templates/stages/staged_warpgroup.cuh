@@ -45,9 +45,10 @@ struct WarpgroupProduct {
     start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);
   }
 
-  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns.
-  template <typename Fill, typename Store>
-  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Store store_result) {
+  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns, for which before(row_tile,
+  // column) is called ahead of the products.
+  template <typename Fill, typename Before, typename Store>
+  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Before before, Store store_result) {
     const int row_tile = threadIdx.x / 32, warpgroup = row_tile / 4;
     const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
     if (threadIdx.x == 0) {
@@ -61,6 +62,8 @@ struct WarpgroupProduct {
     int step = 0;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
+      const int column = (part + turn * P::PARTS) * P::COLUMNS;
+      before(row_tile, column);
       float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
@@ -92,7 +95,7 @@ struct WarpgroupProduct {
 #pragma unroll
           for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
       }
-      store_result(row_tile, (part + turn * P::PARTS) * P::COLUMNS, acc);
+      store_result(row_tile, column, acc);
     }
   }
 

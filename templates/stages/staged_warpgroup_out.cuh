@@ -9,6 +9,7 @@ __device__ __forceinline__ void warpgroup_output(const float* attended, {{ "cons
   constexpr int OPERANDS = Product::OPERANDS, PAGES = C::INNER / 16 * OPERANDS, ALL_PAGES = P::SUM / 16 * OPERANDS;  // of a row tile: there are, with padding
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
   const float* rows = attended + static_cast<long long>(first_tile) * (PAGES * 128);
+  OutputTiles<C, P::WARP_COLUMN_TILES> tiles;
   Product::run(
       shared, packed, part,
       [&](float* a) {
@@ -20,7 +21,8 @@ __device__ __forceinline__ void warpgroup_output(const float* attended, {{ "cons
           Product::store_quad(a, 16 * row_tile, page, lane, quad);
         }
       },
+      [&](int row_tile, int column) { {{- "tiles.before(x, first_tile + row_tile, row_tiles, column, lane); " if spec.residual -}} },
       [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
-        {{ "add_residual" if spec.residual else "store_output" }}<C, P::WARP_COLUMN_TILES>({{ "x, " if spec.residual }}y, {{ "out_bias, " if spec.out_bias }}first_tile + row_tile, row_tiles, column, lane, acc);
+        tiles.after({{ "x, " if spec.residual }}y, {{ "out_bias, " if spec.out_bias }}first_tile + row_tile, row_tiles, column, lane, acc);
       });
 }

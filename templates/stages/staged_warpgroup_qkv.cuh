@@ -16,6 +16,7 @@ __device__ __forceinline__ void warpgroup_qkv({{ (["const Element* x"] + norms |
           Product::store_row(a, 16 * row_tile + 8 + g, channel, lower);
         });
       },
+      [](int, int) {},
       [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
         const int tile = first_tile + row_tile;
         if (tile < row_tiles) store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, {{ "qkv_bias, " if spec.qkv_bias }}tile, column / 8, lane, acc);

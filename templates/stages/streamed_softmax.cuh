@@ -121,18 +121,23 @@ struct StreamedSoftmax {
 {% endif %}
   }
 
-  // Tile number `step` of the keys.
-  __device__ __forceinline__ void add(const float* keys, const float* values, int step, int lane{{ ", const Terms& terms" if spec.terms }}) {
+  // Tile number `step` of the keys. meanwhile() runs when the scores are under way and the exponentials still to come.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void add(const float* keys, const float* values, int step, int lane, {{ "const Terms& terms, " if spec.terms }}Meanwhile meanwhile) {
     Weights weights;
+    float p[ROWS][KEYS][4];
+    exponents(p, start, keys, step, lane{{ ", terms" if spec.terms }});
+    meanwhile();
     float added[ROWS][2];
     bool outside = false;  // whether the references have been found not to serve
 {% if spec.terms %}
     bool low = false;  // whether a row has weights of nothing so far
 {% endif %}
     do {
-      if (outside) refer(keys, step, lane{{ ", terms" if spec.terms }});
-      float p[ROWS][KEYS][4];
-      exponents(p, start, keys, step, lane{{ ", terms" if spec.terms }});
+      if (outside) {
+        refer(keys, step, lane{{ ", terms" if spec.terms }});
+        exponents(p, start, keys, step, lane{{ ", terms" if spec.terms }});
+      }
 #pragma unroll
       for (int row = 0; row < ROWS; ++row)
 #pragma unroll

@@ -1,0 +1,9 @@
+// The same as words of two elements.
+template <int DIM, int N>
+__device__ __forceinline__ void load_channels(Word (&to)[N], const Element* from, int channel) {
+  if constexpr (DIM % (2 * N) == 0) {
+    if (channel < DIM) load(to, from + channel);
+  } else {
+    load_some<false>(to, from + channel, true, channel, DIM);
+  }
+}
