@@ -128,9 +128,9 @@ def verbatim(name: str) -> str:
     return (TEMPLATES / name).read_text().rstrip("\n")
 
 
-def stage(name: str, spec: BlockSpec) -> str:
-    """The text of templates/`name`: plain CUDA but for the lines that variants of the block add or leave out."""
-    return environment().get_template(name).render(spec=spec).rstrip("\n")
+def stage(name: str, spec: BlockSpec, **chosen: object) -> str:
+    """The text of templates/`name`: plain CUDA but for the lines that variants of the block, or what is `chosen`, add or leave out."""
+    return environment().get_template(name).render(spec=spec, **chosen).rstrip("\n")
 
 
 def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:

@@ -44,7 +44,8 @@ class ResidentConfig(Config):
     rows: int = tunable(1, (1, 2, 4), "16-row tiles of a warp")
     overlap: bool = tunable(True, (True, False), "multiply for the next head while a head's attention is computed")
     stages: int = tunable(3, (2, 3, 4), "buffers for weights under way")
-    key_tile: int = tunable(32, (16, 32, 48, 64, 80), "keys of one step of the streaming softmax")
+    attention: str = tunable("mma", ("mma", "wgmma"), "attention: instructions, mma.sync or Hopper's wgmma")
+    key_tile: int = tunable(32, (16, 32, 48, 64, 80, 128), "keys of one step of the streaming softmax")
     sums: str = tunable("add", ("add", "product"), "sums of the attention's weights by additions, or by one more product")
     polynomial: int = tunable(0, (0, 1, 2, 3, 4), "of eight exponentials, those computed as polynomials")
     out_columns: int = tunable(8, (4, 8, 12, 16, 24, 32), "8-column tiles of the output product that are computed at once")
@@ -111,18 +112,33 @@ class ResidentPlan(StreamedPlan):
         return max(self.qkv.b_tile, self.out.b_tile)
 
     @property
+    def kept_tiles(self) -> int:
+        """Row tiles of keys, and of values: wgmma has whole blocks of 64."""
+        return self.qkv.row_tiles if self.config.attention == "wgmma" else self.block_tiles
+
+    @property
     def keys(self) -> int:
-        """Where the keys start, of all row tiles of the block."""
+        """Where the keys start."""
         return self.ring + self.config.stages * self.ring_tile
 
     @property
     def values(self) -> int:
-        return self.keys + self.block_tiles * self.row_tile
+        return self.keys + self.kept_tiles * self.row_tile
 
     @property
     def barriers(self) -> int:
         """Two words for each buffer."""
-        return self.values + self.block_tiles * self.row_tile
+        return self.values + self.kept_tiles * self.row_tile
+
+    @property
+    def key_columns(self) -> int:
+        """Column tiles of wgmma's scores."""
+        return self.config.key_tile // 8
+
+    @property
+    def value_columns(self) -> int:
+        """Of its weighted sums."""
+        return self.padded_head_dim // 8
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
@@ -140,7 +156,8 @@ class ResidentPlan(StreamedPlan):
         """From below: accumulators, what attention keeps, addressing."""
         c = self.config
         first, second = (4 * c.rows * p.operands * p.warp_columns for p in (self.qkv, self.out))
-        attention = self.attention.registers + (first if c.overlap and self.problem.block.heads > 1 else 0)
+        by_wgmma = 32 + c.rows * (3 * c.key_tile + 3 * self.padded_head_dim) // 4  # scores, weights, queries, result
+        attention = (by_wgmma if c.attention == "wgmma" else self.attention.registers) + (first if c.overlap and self.problem.block.heads > 1 else 0)
         return max(attention, 40 + first, 40 + second)
 
     @property
@@ -151,7 +168,7 @@ class ResidentPlan(StreamedPlan):
     def reasons(self, target: Target) -> list[str]:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
         c, dtype = self.config, self.problem.block.dtype
-        out_tiles = ceil_div(self.dim, 8)
+        out_tiles, keys = ceil_div(self.dim, 8), 16 * self.kept_tiles // c.sequences
         rules = [
             (target.warpgroup_products, f"{target.arch} has no wgmma"),
             (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
@@ -160,12 +177,25 @@ class ResidentPlan(StreamedPlan):
             (c.sequences == 1 or c.sequences <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
             (self.tiles % c.rows == 0 or c.sequences == 1, f"rows {c.rows} does not divide the {self.tiles} row tiles of a sequence"),
             (self.block_tiles > WARPS * c.rows // 2, f"rows {c.rows} leaves half of the block without tokens"),
-            (16 * self.tiles % c.key_tile == 0, f"key_tile {c.key_tile} does not divide the {16 * self.tiles} keys of a sequence"),
+            (keys % c.key_tile == 0, f"key_tile {c.key_tile} does not divide the {keys} keys of a sequence"),
             (c.out_columns < 2 * out_tiles or c.out_columns == 4, f"out_columns {c.out_columns} exceeds what {self.dim} channels need"),
             *self.attention.weight_rules("sums", "polynomial"),
+            *(self._warpgroup_rules() if c.attention == "wgmma" else ()),
             *self.resource_rules(target, _MOST_THREADS),
         ]
         return [reason for holds, reason in rules if not holds]
+
+    def _warpgroup_rules(self) -> list[tuple[bool, str]]:
+        """What attention by wgmma asks for."""
+        c, block = self.config, self.problem.block
+        whole = c.sequences == 1 or self.tiles % (WARPS * c.rows) == 0
+        return [
+            (self.parts == 1, f"attention by wgmma has no rests, which math {c.math} has"),
+            (not block.terms, "attention by wgmma has no key mask and no logit bias"),
+            (self.padded_head_dim in (16, 32, 64), f"attention by wgmma has rows of 16, 32 or 64 channels, not {self.padded_head_dim}"),
+            (whole, f"a warpgroup's queries are not of one sequence of {self.tiles} row tiles"),
+            (c.sums == "add", "attention by wgmma adds up weights in lanes"),
+        ]
 
 
 def default(problem: AxisProblem, target: Target, math: str | None = None) -> ResidentConfig | None:

@@ -18,11 +18,12 @@ struct Resident {
   using First = WarpgroupProduct<Qkv>;
   using Second = WarpgroupProduct<Out>;
   using S = typename C::Streamed;
-  using Softmax = StreamedSoftmax<C>;
+  using Softmax = {{ softmax }};
   using Format = typename First::Format;
   static constexpr int OPERANDS = First::OPERANDS, ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = Softmax::KEY_STEPS;
   static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = C::HEADS * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
   static constexpr int BLOCK_TILES = C::SEQUENCES * C::TILES;  // row tiles of the block that may be real
+  static constexpr int KEPT_TILES = S::BY_WARPGROUPS ? Qkv::ROW_TILES : BLOCK_TILES;  // of keys: the matrix unit's are whole blocks of 64
   static constexpr int PAGES = C::INNER / 16 * OPERANDS;  // of the attention's result in a row tile
   static constexpr int FIRST_TILES = Qkv::WARP_COLUMN_TILES, SECOND_TILES = Out::WARP_COLUMN_TILES;
 
@@ -37,6 +38,21 @@ struct Resident {
     const bool first = step < FIRST_STEPS;
     const float* from = first ? packed_qkv + static_cast<long long>(step) * Qkv::B_TILE : packed_out + static_cast<long long>(step - FIRST_STEPS) * Out::B_TILE;
     start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
+  }
+
+  // Sums from nothing: products that do not accumulate would do, but keep the registers of older sums occupied until then.
+  template <int TILES>
+  static __device__ __forceinline__ void clear(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4]) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+      for (int i = 0; i < TILES * 4; ++i) {
+        acc[row][i / 4][i % 4] = 0.0f;
+        if constexpr (OPERANDS == 2) rest[row][i / 4][i % 4] = 0.0f;
+      }
+      keep_in_registers(acc[row]);
+      if constexpr (OPERANDS == 2) keep_in_registers(rest[row]);
+    }
   }
 
   // Step `step` of the ring, with tile `sum_tile` of the sum of product P: starts it, waits until the step before is done for all, and has the buffer
@@ -54,12 +70,11 @@ struct Resident {
       const unsigned long long a = matrix_descriptor(shared + sum_tile * Product::A_TILE + (warpgroup * ROWS + row) * (64 * SWIZZLED_ROW));
 #pragma unroll
       for (int k = 0; k < P::SUM_TILE / 16; ++k) {
-        const bool accumulate = sum_tile > 0 || k > 0;
         if constexpr (OPERANDS == 2) {
-          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, accumulate);
+          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, true);
           wgmma(Format{}, rest[row], a + 2 * k, b + Product::B_OPERAND / 4 + 2 * k, true);
         }
-        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, accumulate);
+        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, true);
       }
     }
     wgmma_commit();
@@ -102,14 +117,10 @@ struct Resident {
       for (int j = 0; j < STEPS; ++j)
 #pragma unroll
         for (int c = 0; c < 4; ++c) acc[row][j][c] *= C::EXPONENT_SCALE;
-      softmax.queries[row].hold(acc[row]);
-      if (BLOCK_TILES < Qkv::ROW_TILES && tile + row >= BLOCK_TILES) continue;
-#pragma unroll
-      for (int j = 0; j < STEPS; j += 2) {
-        Math::template store_key<STEPS>(keys, tile + row, j, lane, reinterpret_cast<const float(&)[2][4]>(acc[row][STEPS + j]));
-        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(values, tile + row, j, lane, reinterpret_cast<const float(&)[2][4]>(acc[row][2 * STEPS + j]));
-      }
+      softmax.hold_query(row, acc[row]);
+      if (tile + row < KEPT_TILES) Softmax::store_keys(keys, values, tile + row, lane, acc[row]);
     }
+    if constexpr (S::BY_WARPGROUPS) fence_async_proxy();
   }
 
   static __device__ __forceinline__ void run({{ (["const Element* x"] + norms | declared + ["const float* packed_qkv"] + qkv_bias | declared + ["float* attended", "Element* y", "const float* packed_out"] + out_bias | declared + spec.terms | declared) | join(", ") }}, int row_tiles, float* shared) {
@@ -130,21 +141,23 @@ struct Resident {
 
     float *const keys = shared + C::KEYS, *const values = shared + C::VALUES;
     // A warp without tokens takes part in all: its first key is another warp's, and its result is not stored.
-    const int within = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
+    const int first_key = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
     float* const result = attended + static_cast<long long>(first_tile + tile) * (PAGES * 128);
     Softmax softmax;
     int step = 0;
     {
-      float acc[ROWS][FIRST_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // the first products set them
+      float acc[ROWS][FIRST_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];
 #pragma unroll 1
       for (int head = 0; head < C::HEADS; ++head) {
         if (!C::OVERLAP || head == 0) {
+          clear(acc, rest);
 #pragma unroll 1
           for (int sum_tile = 0; sum_tile < First::SUM_TILES; ++sum_tile, ++step) multiply<Qkv>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
         }
         finish(acc, rest);
         if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the head before
         hand_on(softmax, acc, {{ "qkv_bias, " if spec.qkv_bias }}keys, values, tile, head, lane);
+        if (C::OVERLAP) clear(acc, rest);
         __syncthreads();  // keys and values are there for all
         softmax.begin();
         int next = 0;  // tile of the sum of the next head
@@ -167,8 +180,18 @@ struct Resident {
             continue;
           }
 {% endif %}
-          softmax.add(keys + within + key_step * S::KEY_WORDS, values + within + key_step * S::VALUE_WORDS, key_step, lane, {{ "terms, " if spec.terms }}multiply_next);
+{% if not spec.terms %}
+          if constexpr (S::BY_WARPGROUPS) {
+            if (key_step == 0)
+              softmax.template add<true>(keys + first_key, values + first_key, key_step, lane, multiply_next);
+            else
+              softmax.template add<false>(keys + first_key, values + first_key, key_step, lane, multiply_next);
+            continue;
+          } else
+{% endif %}
+            softmax.add(keys + first_key + key_step * S::KEY_WORDS, values + first_key + key_step * S::VALUE_WORDS, key_step, lane, {{ "terms, " if spec.terms }}multiply_next);
         }
+        if constexpr (S::BY_WARPGROUPS) softmax.end(values + first_key);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row)
           if (tile + row < end) softmax.finish(result + row * (PAGES * 128), row, head, lane);
@@ -197,6 +220,7 @@ struct Resident {
       for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
 {% endif %}
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
+      clear(acc, rest);
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < Second::SUM_TILES; ++sum_tile, ++step) multiply<Out>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
       finish(acc, rest);

@@ -35,6 +35,17 @@ struct StreamedSoftmax {
   bool beginning;  // whether a row has no key yet
 {% endif %}
 
+  // A head's accumulators of one row tile, number `tile` of those in shared memory: queries, in units of the exponent; keys and values.
+  __device__ __forceinline__ void hold_query(int row, const float (&acc)[3 * STEPS][4]) { queries[row].hold(acc); }
+
+  static __device__ __forceinline__ void store_keys(float* keys, float* values, int tile, int lane, const float (&acc)[3 * STEPS][4]) {
+#pragma unroll
+    for (int j = 0; j < STEPS; j += 2) {
+      Math::template store_key<STEPS>(keys, tile, j, lane, reinterpret_cast<const float(&)[2][4]>(acc[STEPS + j]));
+      Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(values, tile, j, lane, reinterpret_cast<const float(&)[2][4]>(acc[2 * STEPS + j]));
+    }
+  }
+
   // Before the first tile of keys.
   __device__ __forceinline__ void begin() {
     sums = Sums();

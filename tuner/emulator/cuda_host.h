@@ -74,6 +74,7 @@ bool next_copy(int groups, Copy& copy);  // the oldest copy that is in none of t
 // Products of a warpgroup, bulk copies and their barriers (warpgroup.cpp).
 void fence_registers(int line);
 void start_product(float* sums, int tiles, uint64_t a, uint64_t b, bool accumulate, bool bf16);
+void start_register_product(float* sums, int tiles, const unsigned (&a)[4], uint64_t b, bool accumulate, bool bf16, int line);
 void commit_products(int line);
 void wait_for_products(int groups, int line);
 void init_barrier(const void* barrier);
@@ -206,6 +207,12 @@ template <int TILES> __forceinline__ void wgmma_fp16(float (&sums)[TILES][4], ui
 }
 template <int TILES> __forceinline__ void wgmma_bf16(float (&sums)[TILES][4], uint64_t a, uint64_t b, bool accumulate) {
     ::emulator::start_product(&sums[0][0], TILES, a, b, accumulate, true);
+}
+template <int TILES> __forceinline__ void wgmma_fp16(float (&sums)[TILES][4], const unsigned (&a)[4], uint64_t b, bool accumulate, int line = __builtin_LINE()) {
+    ::emulator::start_register_product(&sums[0][0], TILES, a, b, accumulate, false, line);
+}
+template <int TILES> __forceinline__ void wgmma_bf16(float (&sums)[TILES][4], const unsigned (&a)[4], uint64_t b, bool accumulate, int line = __builtin_LINE()) {
+    ::emulator::start_register_product(&sums[0][0], TILES, a, b, accumulate, true, line);
 }
 inline void wgmma_fence(int line = __builtin_LINE()) { ::emulator::fence_registers(line); }
 inline void wgmma_commit(int line = __builtin_LINE()) { ::emulator::commit_products(line); }

@@ -5,6 +5,7 @@
 // NaN, so that a missing wait gives a wrong result; operands are read at that time, so that a buffer that is written too early gives one
 // too, or a race. Their start counts as a read as well, so that a missing barrier before it is a race. A copy's target holds NaN until
 // someone waits for it; from then on its writes are ordered before all that follows.
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -19,7 +20,9 @@ namespace {
 struct Product {
     float* sums;
     int tiles;
+    bool in_registers;  // operand A
     std::uint64_t a, b;
+    std::array<std::array<unsigned, 4>, 4> words;  // of operand A, when it is in registers: those of the four lanes that have the thread's rows
     bool accumulate, bf16;
     int group;
     const void* pc;
@@ -63,19 +66,29 @@ float nan() {
     return value;
 }
 
-// Where row `row` and index `k` of a K-major matrix with 128-byte swizzle lie ("Matrix Descriptor Format", "Strides"): eight rows of 128
-// bytes are an atom, STRIDE bytes from the one before; the index of a 16-byte chunk is XORed with bits 7 to 9 of the address.
+// Where row `row` and index `k` of a K-major matrix with 128-byte, 64-byte or 32-byte swizzle lie ("Matrix Descriptor Format", "Strides"): eight
+// rows of as many bytes are an atom, STRIDE bytes from the one before; the index of a 16-byte chunk is XORed with as many bits of the
+// address, from bit 7 on.
 struct Matrix {
-    std::size_t start, stride;
+    std::size_t start, stride, row_bytes;
     Matrix(std::uint64_t descriptor, const void* pc) : start((descriptor & 0x3fff) << 4), stride((descriptor >> 32 & 0x3fff) << 4) {
-        if (descriptor >> 62 != 1) refuse("multiplies a matrix whose descriptor does not say 128-byte swizzle, the only one known here", pc);
-        if (start / 128 % 8) refuse("multiplies a matrix that does not start on 1024 bytes", pc);
+        if (descriptor >> 62 == 0) refuse("multiplies a matrix whose descriptor does not say that it is swizzled", pc);
+        row_bytes = std::size_t(256) >> (descriptor >> 62);
+        if (start / row_bytes % 8) refuse("multiplies a matrix that does not start on an atom of eight rows", pc);
     }
     std::size_t chunk(int row, int half) const {
-        const std::size_t address = start + std::size_t(row / 8) * stride + std::size_t(row % 8) * 128 + std::size_t(half) * 16;
-        return address ^ (address >> 7 & 7) << 4;
+        const std::size_t address = start + std::size_t(row / 8) * stride + std::size_t(row % 8) * row_bytes + std::size_t(half) * 16;
+        return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
     }
 };
+
+float value_of(std::uint16_t bits, bool bf16) {
+    if (!bf16) return half_to_float(bits);
+    const std::uint32_t word = std::uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, 4);
+    return value;
+}
 
 void fetch(const Matrix& matrix, int row, bool bf16, bool check, const void* pc, float (&values)[16]) {
     for (int half = 0; half < 2; ++half) {
@@ -83,13 +96,7 @@ void fetch(const Matrix& matrix, int row, bool bf16, bool check, const void* pc,
         if (check || at + 16 > here.kernel->shared_bytes) read_by_async_proxy(reinterpret_cast<const char*>(shared) + at, 16, pc);
         std::uint16_t words[8];
         std::memcpy(words, reinterpret_cast<const char*>(shared) + at, 16);
-        for (int i = 0; i < 8; ++i) {
-            const std::uint32_t bits = std::uint32_t(words[i]) << 16;
-            if (bf16)
-                std::memcpy(&values[8 * half + i], &bits, 4);
-            else
-                values[8 * half + i] = half_to_float(words[i]);
-        }
+        for (int i = 0; i < 8; ++i) values[8 * half + i] = value_of(words[i], bf16);
     }
 }
 
@@ -97,14 +104,24 @@ int lane() { return here.thread % lanes; }
 int own_row() { return here.thread / lanes % 4 * 16 + lane() / 4; }  // of 64, and the eighth after it
 bool checks(int tile) { return tile % 8 == lane() / 4; }             // the lanes divide the checks of operand B
 
+// Operand A's two rows of the thread, from the registers of the four lanes that share them ("Matrix fragments for wgmma.mma_async.m64nNk16").
+void gather(const Product& p, float (&upper)[16], float (&lower)[16]) {
+    for (int t = 0; t < 4; ++t)
+        for (int word = 0; word < 4; ++word)
+            for (int i = 0; i < 2; ++i) (word % 2 ? lower : upper)[word / 2 * 8 + 2 * t + i] = value_of(std::uint16_t(p.words[t][word] >> 16 * i), p.bf16);
+}
+
 // The reads of a product that starts.
 void touch(const Product& p) {
-    const Matrix a(p.a, p.pc), b(p.b, p.pc);
+    const Matrix b(p.b, p.pc);
     const auto read = [&p](const Matrix& matrix, int row) {
         for (int half = 0; half < 2; ++half) read_by_async_proxy(reinterpret_cast<const char*>(shared) + matrix.chunk(row, half), 16, p.pc);
     };
-    read(a, own_row());
-    read(a, own_row() + 8);
+    if (!p.in_registers) {
+        const Matrix a(p.a, p.pc);
+        read(a, own_row());
+        read(a, own_row() + 8);
+    }
     for (int j = 0; j < p.tiles; ++j)
         for (int c = 0; c < 2; ++c)
             if (checks(j)) read(b, 8 * j + 2 * (lane() % 4) + c);
@@ -113,10 +130,15 @@ void touch(const Product& p) {
 // The thread's part of a product of 64 rows, 8 * tiles columns and 16 indices: the accumulators of wgmma.m64nNk16 are those of
 // mma.m16n8k16 tiles side by side, 16 rows a warp.
 void multiply(const Product& p, float* sums) {
-    const Matrix a(p.a, p.pc), b(p.b, p.pc);
+    const Matrix b(p.b, p.pc);
     float upper[16], lower[16], column[16];
-    fetch(a, own_row(), p.bf16, true, p.pc, upper);
-    fetch(a, own_row() + 8, p.bf16, true, p.pc, lower);
+    if (p.in_registers) {
+        gather(p, upper, lower);
+    } else {
+        const Matrix a(p.a, p.pc);
+        fetch(a, own_row(), p.bf16, true, p.pc, upper);
+        fetch(a, own_row() + 8, p.bf16, true, p.pc, lower);
+    }
     for (int j = 0; j < p.tiles; ++j)
         for (int c = 0; c < 2; ++c) {
             fetch(b, 8 * j + 2 * (lane() % 4) + c, p.bf16, checks(j), p.pc, column);
@@ -158,17 +180,34 @@ void fence_registers(int line) {
     products[here.thread].fenced = true;
 }
 
-void start_product(float* sums, int tiles, std::uint64_t a, std::uint64_t b, bool accumulate, bool bf16) {
+namespace {
+
+void start(const Product& product) {
     Products& own = products[here.thread];
-    const void* pc = __builtin_return_address(0);
-    if (!own.fenced) refuse("starts a warpgroup's products without wgmma_fence() before the first of them", pc);
-    Sums* kept = find(own, sums);
-    if (!kept) {
-        own.sums.push_back({sums, std::vector<float>(sums, sums + 4 * tiles)});
-        for (int i = 0; i < 4 * tiles; ++i) sums[i] = nan();
+    if (!own.fenced) refuse("starts a warpgroup's products without wgmma_fence() before the first of them", product.pc);
+    if (!find(own, product.sums)) {
+        own.sums.push_back({product.sums, std::vector<float>(product.sums, product.sums + 4 * product.tiles)});
+        for (int i = 0; i < 4 * product.tiles; ++i) product.sums[i] = nan();
     }
-    own.started.push_back({sums, tiles, a, b, accumulate, bf16, own.group, pc});
-    touch(own.started.back());
+    own.started.push_back(product);
+    touch(product);
+}
+
+}  // namespace
+
+void start_product(float* sums, int tiles, std::uint64_t a, std::uint64_t b, bool accumulate, bool bf16) {
+    start({sums, tiles, false, a, b, {}, accumulate, bf16, products[here.thread].group, __builtin_return_address(0)});
+}
+
+// Operand A is taken from the registers now; that they may not change until the product is done is not checked.
+void start_register_product(float* sums, int tiles, const unsigned (&a)[4], std::uint64_t b, bool accumulate, bool bf16, int line) {
+    static std::array<unsigned, 4> all[max_threads];
+    std::memcpy(all[here.thread].data(), a, sizeof a);
+    meet("wgmma", ~0u, line, [](Warp&) {});
+    Product product{sums, tiles, true, 0, b, {}, accumulate, bf16, products[here.thread].group, __builtin_return_address(0)};
+    for (int t = 0; t < 4; ++t) product.words[std::size_t(t)] = all[(here.thread & ~3) + t];
+    start(product);
+    meet("wgmma", ~0u, line, [](Warp&) {});  // the lanes of a row have them
 }
 
 void commit_products(int line) {
