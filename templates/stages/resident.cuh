@@ -55,9 +55,9 @@ struct Resident {
     }
   }
 
-  // Step `step` of the ring, with tile `sum_tile` of the sum of product P: starts it, waits until the step before is done for all, and has the buffer
-  // of that filled again.
-  template <typename P, int TILES>
+  // Step `step` of the ring, with tile `sum_tile` of the sum of product P: starts it, waits until the step before is done for all (DONE: it is for this
+  // warp), and has the buffer of that filled again.
+  template <typename P, bool DONE, int TILES>
   static __device__ __forceinline__ void multiply(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], float* shared, const float* packed_qkv,
                                                   const float* packed_out, int step, int sum_tile) {
     using Product = WarpgroupProduct<P>;
@@ -78,7 +78,7 @@ struct Resident {
       }
     }
     wgmma_commit();
-    wgmma_wait<1>();
+    if constexpr (!DONE) wgmma_wait<1>();
     __syncthreads();  // the step before is done for all, and its buffer is free
     if (threadIdx.x == 0 && step > 0 && step - 1 + STAGES < ALL_STEPS) start(shared, packed_qkv, packed_out, step - 1 + STAGES);
   }
@@ -152,7 +152,7 @@ struct Resident {
         if (!C::OVERLAP || head == 0) {
           clear(acc, rest);
 #pragma unroll 1
-          for (int sum_tile = 0; sum_tile < First::SUM_TILES; ++sum_tile, ++step) multiply<Qkv>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
+          for (int sum_tile = 0; sum_tile < First::SUM_TILES; ++sum_tile, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
         }
         finish(acc, rest);
         if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the head before
@@ -166,8 +166,13 @@ struct Resident {
           // Behind the scores, so that these do not wait for the matrix unit.
           const auto multiply_next = [&]() {
             if constexpr (C::OVERLAP) {
+              const int until = head < C::HEADS - 1 ? ceil_div((key_step + 1) * First::SUM_TILES, KEY_STEPS) : 0;
+              if (next >= until) return;
+              multiply<Qkv, S::BY_WARPGROUPS>(acc, rest, shared, packed_qkv, packed_out, step++, next++);
+              if constexpr (First::SUM_TILES > KEY_STEPS) {
 #pragma unroll 1
-              for (; head < C::HEADS - 1 && next * KEY_STEPS < (key_step + 1) * First::SUM_TILES; ++next, ++step) multiply<Qkv>(acc, rest, shared, packed_qkv, packed_out, step, next);
+                for (; next < until; ++next, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, next);
+              }
             }
           };
 {% if spec.terms %}
@@ -222,7 +227,7 @@ struct Resident {
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
       clear(acc, rest);
 #pragma unroll 1
-      for (int sum_tile = 0; sum_tile < Second::SUM_TILES; ++sum_tile, ++step) multiply<Out>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
+      for (int sum_tile = 0; sum_tile < Second::SUM_TILES; ++sum_tile, ++step) multiply<Out, false>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
       finish(acc, rest);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row)

@@ -157,9 +157,9 @@ struct WarpgroupSoftmax {
     if constexpr (!FIRST) {
       wgmma_fence();
       start_sums(values, step - 1);
+      wgmma_commit();
     }
     meanwhile();
-    wgmma_commit();
     exponents(p, step, lane);
     powers(p, added);
     wgmma_wait<0>();
