@@ -156,7 +156,7 @@ class ResidentPlan(StreamedPlan):
         """From below: accumulators, what attention keeps, addressing."""
         c = self.config
         first, second = (4 * c.rows * p.operands * p.warp_columns for p in (self.qkv, self.out))
-        by_wgmma = 32 + c.rows * (3 * c.key_tile + 3 * self.padded_head_dim) // 4  # scores, weights, queries, result
+        by_wgmma = 24 + c.rows * (5 * c.key_tile + 3 * self.padded_head_dim) // 4  # scores of two tiles, weights, queries, result
         attention = (by_wgmma if c.attention == "wgmma" else self.attention.registers) + (first if c.overlap and self.problem.block.heads > 1 else 0)
         return max(attention, 40 + first, 40 + second)
 
@@ -169,6 +169,7 @@ class ResidentPlan(StreamedPlan):
         """Why the configuration is not legal for the problem on the target; empty when it is."""
         c, dtype = self.config, self.problem.block.dtype
         out_tiles, keys = ceil_div(self.dim, 8), 16 * self.kept_tiles // c.sequences
+        tile = c.key_tile * (2 if c.attention == "wgmma" else 1)  # wgmma takes tiles of keys in pairs
         rules = [
             (target.warpgroup_products, f"{target.arch} has no wgmma"),
             (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
@@ -177,7 +178,7 @@ class ResidentPlan(StreamedPlan):
             (c.sequences == 1 or c.sequences <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
             (self.tiles % c.rows == 0 or c.sequences == 1, f"rows {c.rows} does not divide the {self.tiles} row tiles of a sequence"),
             (self.block_tiles > WARPS * c.rows // 2, f"rows {c.rows} leaves half of the block without tokens"),
-            (keys % c.key_tile == 0, f"key_tile {c.key_tile} does not divide the {keys} keys of a sequence"),
+            (keys % tile == 0, f"key_tile {c.key_tile}: {tile} keys do not divide the {keys} of a sequence"),
             (c.out_columns < 2 * out_tiles or c.out_columns == 4, f"out_columns {c.out_columns} exceeds what {self.dim} channels need"),
             *self.attention.weight_rules("sums", "polynomial"),
             *(self._warpgroup_rules() if c.attention == "wgmma" else ()),

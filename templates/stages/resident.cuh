@@ -161,42 +161,23 @@ struct Resident {
         __syncthreads();  // keys and values are there for all
         softmax.begin();
         int next = 0;  // tile of the sum of the next head
+        // Beside a tile of keys, behind its scores, so that these do not wait for the matrix unit.
+        const auto multiply_next = [&](int key_step) {
+          if constexpr (C::OVERLAP) {
+            const int until = head < C::HEADS - 1 ? ceil_div((key_step + 1) * First::SUM_TILES, KEY_STEPS) : 0;
+            if (next >= until) return;
+            multiply<Qkv, S::BY_WARPGROUPS>(acc, rest, shared, packed_qkv, packed_out, step++, next++);
+            if constexpr (First::SUM_TILES > KEY_STEPS) {
 #pragma unroll 1
-        for (int key_step = 0; key_step < KEY_STEPS; ++key_step) {
-          // Behind the scores, so that these do not wait for the matrix unit.
-          const auto multiply_next = [&]() {
-            if constexpr (C::OVERLAP) {
-              const int until = head < C::HEADS - 1 ? ceil_div((key_step + 1) * First::SUM_TILES, KEY_STEPS) : 0;
-              if (next >= until) return;
-              multiply<Qkv, S::BY_WARPGROUPS>(acc, rest, shared, packed_qkv, packed_out, step++, next++);
-              if constexpr (First::SUM_TILES > KEY_STEPS) {
-#pragma unroll 1
-                for (; next < until; ++next, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, next);
-              }
+              for (; next < until; ++next, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, next);
             }
-          };
-{% if spec.terms %}
-{% set terms = (["KeyMask<C, Softmax::KEYS>(key_mask, (first_tile + min(tile, end - 1)) / C::TILES, key_step * S::KEY_TILE, lane)"] if spec.key_mask else []) + (["logit_bias, head, tile % C::TILES"] if spec.logit_bias else []) %}
-          const typename Softmax::Terms terms{ {{- terms | join(", ") -}} };
-{% endif %}
-{% if spec.key_mask %}
-          if (!terms.mask.any()) {
-            multiply_next();
-            continue;
           }
+        };
+{% if spec.terms %}
+        softmax.run(keys + first_key, values + first_key, lane, multiply_next, {{ "key_mask, (first_tile + min(tile, end - 1)) / C::TILES" if spec.key_mask }}{{ ", " if spec.key_mask and spec.logit_bias }}{{ "logit_bias, head, tile % C::TILES" if spec.logit_bias }});
+{% else %}
+        softmax.run(keys + first_key, values + first_key, lane, multiply_next);
 {% endif %}
-{% if not spec.terms %}
-          if constexpr (S::BY_WARPGROUPS) {
-            if (key_step == 0)
-              softmax.template add<true>(keys + first_key, values + first_key, key_step, lane, multiply_next);
-            else
-              softmax.template add<false>(keys + first_key, values + first_key, key_step, lane, multiply_next);
-            continue;
-          } else
-{% endif %}
-            softmax.add(keys + first_key + key_step * S::KEY_WORDS, values + first_key + key_step * S::VALUE_WORDS, key_step, lane, {{ "terms, " if spec.terms }}multiply_next);
-        }
-        if constexpr (S::BY_WARPGROUPS) softmax.end(values + first_key);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row)
           if (tile + row < end) softmax.finish(result + row * (PAGES * 128), row, head, lane);

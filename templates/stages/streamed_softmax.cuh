@@ -177,6 +177,24 @@ struct StreamedSoftmax {
     sums.add(weights, values, lane);
   }
 
+  // All keys of a head that lie in shared memory, one tile behind another. meanwhile(step) runs beside each tile.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void run(const float* keys, const float* values, int lane, Meanwhile meanwhile{% if spec.key_mask %}, const unsigned char* __restrict__ key_mask, int sequence{% endif %}{% if spec.logit_bias %}, const Element* __restrict__ bias, int head, int tile{% endif %}) {
+#pragma unroll 1
+    for (int step = 0; step < KEY_STEPS; ++step) {
+{% if spec.terms %}
+      const Terms terms{ {{- (["KeyMask<C, KEYS>(key_mask, sequence, step * S::KEY_TILE, lane)"] if spec.key_mask else []) | join("") }}{{ ", " if spec.key_mask and spec.logit_bias }}{{ "bias, head, tile" if spec.logit_bias -}} };
+{% endif %}
+{% if spec.key_mask %}
+      if (!terms.mask.any()) {
+        meanwhile(step);
+        continue;
+      }
+{% endif %}
+      add(keys + step * S::KEY_WORDS, values + step * S::VALUE_WORDS, step, lane, {{ "terms, " if spec.terms }}[&]() { meanwhile(step); });
+    }
+  }
+
   // The result of row tile `row`, to `to` as a row tile of operand A of the output product.
   __device__ __forceinline__ void finish(float* to, int row, int head, int lane) const {
 {% set inverse = "inverse_or_zero(" if spec.terms else "__fdividef(1.0f, " %}

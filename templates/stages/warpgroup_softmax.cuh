@@ -1,14 +1,14 @@
 // The same by warpgroups (see warpgroup.cu.j2), for ROWS times the 64 queries of a warpgroup, which are of one sequence. Queries and weights are operand A
 // in registers. Keys lie in shared memory as operand B of the scores, a row of PADDED_HEAD_DIM channels each; values transposed, as
-// operand B of the weighted sum: blocks of 64 keys, in which a channel is a row. The weighted sum of a tile is under way while the exponentials
-// of the next one are computed.
+// operand B of the weighted sum: blocks of 64 keys, in which a channel is a row. While a tile's exponentials are computed, the scores of the
+// next tile and the weighted sum of the one before are under way.
 //
 // References are as in StreamedSoftmax. A warp that has to change its own computes the tile's scores again, by itself.
 template <typename C>
 struct WarpgroupSoftmax {
   using S = typename C::Streamed;
   using Format = typename HalfFormat<typename C::Math>::Format;
-  static constexpr int ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(C::LENGTH, S::KEY_TILE);
+  static constexpr int ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEYS = S::KEY_TILE / 8, KEY_STEPS = 2 * ceil_div(C::LENGTH, 2 * S::KEY_TILE);  // in pairs
   static constexpr int KEY_ROW = C::PADDED_HEAD_DIM / 2, VALUE_BLOCK = C::PADDED_HEAD_DIM * SWIZZLED_ROW;  // words
   static_assert(HalfFormat<typename C::Math>::OPERANDS == 1, "operands without rests");
 
@@ -96,7 +96,7 @@ struct WarpgroupSoftmax {
 #pragma unroll
           for (int i = 0; i < 4; ++i) p[row][j][i] += start[row][i / 2];
     }
-    if (C::LENGTH % S::KEY_TILE != 0 && step == KEY_STEPS - 1) {
+    if (C::LENGTH % (2 * S::KEY_TILE) != 0 && (step + 1) * S::KEY_TILE > C::LENGTH) {
 #pragma unroll
       for (int j = 0; j < KEYS; ++j)
 #pragma unroll
@@ -144,25 +144,37 @@ struct WarpgroupSoftmax {
     raised = true;
   }
 
-  // Tile number `step` of the keys. meanwhile() may start further products, which are done when this returns.
-  template <bool FIRST, typename Meanwhile>
-  __device__ __forceinline__ void add(const float* keys, const float* values, int step, int lane, Meanwhile meanwhile) {
-    float p[ROWS][KEYS][4], added[ROWS][2];
+  // All keys of a head. meanwhile(step) may start further products beside a tile's exponentials; they are done when this returns.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void run(const float* keys, const float* values, int lane, Meanwhile meanwhile) {
+    float p[2][ROWS][KEYS][4];
     wgmma_fence();
-    start_scores(p, keys, step);
+    start_scores(p[0], keys, 0);
     wgmma_commit();
+    wgmma_commit();  // nothing, where a weighted sum will be
+#pragma unroll
+    for (int step = 0; step < KEY_STEPS; step += 2) {
+      add(p[0], p[1], keys, values, step, step + 1, lane, meanwhile);
+      add(p[1], p[0], keys, values, step + 1, min(step + 2, KEY_STEPS - 1), lane, meanwhile);
+    }
     wgmma_wait<0>();
+    keep_sums();
+  }
+
+  // A tile whose scores have been started, and after them one batch of products; starts those of tile `next`.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void add(float (&p)[ROWS][KEYS][4], float (&following)[ROWS][KEYS][4], const float* keys, const float* values, int step, int next, int lane, Meanwhile meanwhile) {
+    float added[ROWS][2];
+    wgmma_wait<1>();
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) keep_in_registers(p[row]);
-    if constexpr (!FIRST) {
-      wgmma_fence();
-      start_sums(values, step - 1);
-      wgmma_commit();
-    }
-    meanwhile();
+    wgmma_fence();
+    start_scores(following, keys, next);
+    wgmma_commit();
+    meanwhile(step);
     exponents(p, step, lane);
     powers(p, added);
-    wgmma_wait<0>();
+    wgmma_wait<1>();  // the weighted sum is done
     keep_sums();
     if (__any_sync(ALL_LANES, outside(added, step))) {
       own_scores(p, keys, step, lane);
@@ -183,15 +195,9 @@ struct WarpgroupSoftmax {
           weights[row][k][word] = Format::pack(c[2 * (word % 2)], c[2 * (word % 2) + 1]);
         }
     }
-  }
-
-  // After the last tile.
-  __device__ __forceinline__ void end(const float* values) {
     wgmma_fence();
-    start_sums(values, KEY_STEPS - 1);
+    start_sums(values, step);
     wgmma_commit();
-    wgmma_wait<0>();
-    keep_sums();
   }
 
   __device__ __forceinline__ void keep_sums() {
