@@ -174,6 +174,8 @@ struct WarpgroupSoftmax {
     meanwhile(step);
     exponents(p, step, lane);
     powers(p, added);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) keep_in_registers(p[row]);  // the compiler would wait first
     wgmma_wait<1>();  // the weighted sum is done
     keep_sums();
     if (__any_sync(ALL_LANES, outside(added, step))) {
