@@ -126,9 +126,9 @@ def verbatim(name: str) -> str:
     return (TEMPLATES / name).read_text().rstrip("\n")
 
 
-def stage(name: str, spec: BlockSpec) -> str:
-    """The text of templates/`name`: plain CUDA but for the lines that variants of the block add or leave out."""
-    return environment().get_template(name).render(spec=spec).rstrip("\n")
+def stage(name: str, spec: BlockSpec, **settings: bool) -> str:
+    """The text of templates/`name`: plain CUDA but for the lines that variants of the block, or these settings, add or leave out."""
+    return environment().get_template(name).render(spec=spec, **settings).rstrip("\n")
 
 
 def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:

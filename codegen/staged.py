@@ -20,13 +20,12 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar
 
 from codegen import sequence
 from codegen.config import Config, tunable
-from codegen.layout import padded_stride
-from codegen.sequence import HALF_PARTS, RESERVED_SHARED, norm_store
+from codegen.sequence import HALF_PARTS, RESERVED_SHARED
 from codegen.spec import AxisProblem
 from codegen.streamed_attention import Attention
 from codegen.streamed_attention import careful as careful_attention
@@ -96,12 +95,6 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@cache
-def _page(parts: int, fragment: int, vector: int) -> int:
-    """Words from one page of LayerNorm's result to the next."""
-    return padded_stride(128, (norm_store(parts, fragment, 32, vector),))
-
-
 @dataclass(frozen=True)
 class StagedPlan:
     """What a configuration means for a problem: padded sizes, tiles, shared memory, threads, registers, scratch."""
@@ -156,14 +149,12 @@ class StagedPlan:
             run = self._run(warp_columns) if group == "out" else 2
             padded = _ceil(sum, SUM_TILE) * SUM_TILE
             return WarpgroupProduct(max(1, self.parts), warp_columns, down, stages, parts, blocks, padded, columns, copy, run)
-        page = 128
-        if group == "qkv":
-            page = _page(self.parts, fragment, 4 if self.dim % 4 == 0 else 2)
         shape: dict[str, Any] = {name: getattr(c, f"{group}_{name}") for name in _PRODUCT}
         shape["warps_across"] = shape.pop("across")
         return Product(
-            math=c.math, sum=_ceil(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page,
-            per_word=4 // self.problem.block.itemsize, run=self._run(shape["warp_columns"]) if group == "out" else 2, **shape,
+            math=c.math, sum=_ceil(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment,
+            per_word=4 // self.problem.block.itemsize, norm_vector=self.norm_vector if group == "qkv" else 0,
+            run=self._run(shape["warp_columns"]) if group == "out" else 2, **shape,
         )  # fmt: skip
 
     def _run(self, warp_columns: int) -> int:
@@ -175,6 +166,11 @@ class StagedPlan:
         """Weights of one asynchronous copy, of up to 16 bytes, where `run` of them lie in one piece."""
         most = 16 // self.problem.block.itemsize
         return next(n for n in (8, 4, 2, 1) if n <= most and run % n == 0)
+
+    @property
+    def norm_vector(self) -> int:
+        """Channels of a token that a lane normalises at once: NORM_VEC in templates/stages/staged_norm.cuh."""
+        return 4 if self.dim % 4 == 0 else 2
 
     @cached_property
     def qkv(self) -> Product | WarpgroupProduct:
