@@ -148,6 +148,7 @@ class StagedPlan:
             )
             run = self._run(warp_columns) if group == "out" else 2
             padded = _ceil(sum, SUM_TILE) * SUM_TILE
+            copy = min(copy, 2) if group == "out" else copy  # neighbours of the sum that are neighbours in operand A too
             return WarpgroupProduct(max(1, self.parts), warp_columns, down, stages, parts, blocks, padded, columns, copy, run)
         shape: dict[str, Any] = {name: getattr(c, f"{group}_{name}") for name in _PRODUCT}
         shape["warps_across"] = shape.pop("across")
