@@ -67,7 +67,6 @@ def _ceil(a: int, b: int) -> int:
 _VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
 _VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
 _STORE = Access("accumulator store", 2, lambda lane: (lane // 4, 2 * (lane % 4)))
-_KEPT_HALF = Access("kept x", 1, lambda lane: (lane // 4, lane % 4))
 _QUADRUPLES = (Access("fragment store", 4, lambda lane: (0, 4 * lane)), Access("fragment load", 4, lambda lane: (0, 4 * lane)))
 
 
@@ -85,6 +84,22 @@ def norm_store(parts: int, fragment: int, lanes: int, vector: int) -> Access:
         return step, 4 * (4 * g + channel % (4 * fragment) // fragment)
 
     return Access("LayerNorm store", 2 if parts and not quadruple else 4, cell)
+
+
+def kept_place(g: int) -> int:
+    """Where token g of eight is kept: in the order of their bits read backwards (kept_place in templates/sequence.cu.j2). LayerNorm stores
+    tokens by 1, 2, 4 or 8 at a time, the output product reads 4 or 8 of them: in this order all of these are spread evenly over the banks
+    where places are an odd multiple of 4 words apart."""
+    return (g & 1) << 2 | g & 2 | g >> 2
+
+
+def kept_accesses(itemsize: int, lanes: int, vector: int) -> tuple[Access, Access]:
+    """Of the kept tokens: two neighbouring channels a lane for the residual, and the store of `vector` channels a lane, `lanes` a token."""
+    pair, stored = 2 * itemsize // 4, vector * itemsize // 4  # words
+    return (
+        Access("residual", pair, lambda lane: (kept_place(lane // 4), pair * (lane % 4))),
+        Access("kept store", stored, lambda lane: (kept_place(lane // lanes), stored * (lane % lanes))),
+    )
 
 
 @dataclass(frozen=True)
@@ -218,7 +233,8 @@ class SequencePlan:
     @cached_property
     def layout(self) -> Layout:
         """`normed` is LayerNorm's result; `query` also (in registers: only) receives the attention's result; `kept` is x, if kept. The
-        rows of normed, query and key are fragments of 16 rows by 8 columns; those of value and kept are tokens."""
+        rows of normed, query and key are fragments of 16 rows by 8 columns; those of value and kept are
+        tokens, of kept eight of them in the order of kept_place."""
         c = self.config
         return _layout(
             self.config.math, self.rows, self.padded_dim, self.inner, self.dim, self.problem.block.itemsize,
@@ -325,7 +341,7 @@ def _layout(
         buffers.append(("key", pages, 128, _QUADRUPLES))
         buffers.append(("value", pages, 128, _QUADRUPLES) if parts else ("value", rows, inner, values))
     if keep:
-        buffers.append(("kept", rows, _ceil(dim * itemsize, 4), (_STORE if itemsize == 4 else _KEPT_HALF,)))
+        buffers.append(("kept", rows, _ceil(dim * itemsize, 4), kept_accesses(itemsize, norm_lanes, norm_vector)))
     return stack(buffers, padded)
 
 

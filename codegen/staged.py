@@ -19,13 +19,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar
 
 from codegen import sequence
 from codegen.config import Config, tunable
-from codegen.layout import padded_stride
-from codegen.sequence import HALF_PARTS, norm_store
+from codegen.sequence import HALF_PARTS
 from codegen.spec import AxisProblem
 from codegen.streamed_attention import Attention
 from codegen.streamed_attention import careful as careful_attention
@@ -92,10 +91,6 @@ class StagedConfig(Config):
         }
 
 
-@cache
-def _page(parts: int, fragment: int, vector: int) -> int:
-    """Words from one page of LayerNorm's result to the next."""
-    return padded_stride(128, (norm_store(parts, fragment, 32, vector),))
 
 
 @dataclass(frozen=True)
@@ -113,16 +108,20 @@ class StagedPlan(StreamedPlan):
             )
             run = self.run(warp_columns) if group == "out" else 2
             padded = ceil_div(sum, SUM_TILE) * SUM_TILE
+            copy = min(copy, 2) if group == "out" else copy  # neighbours of the sum that are neighbours in operand A too
             return WarpgroupProduct(max(1, self.parts), warp_columns, down, stages, parts, blocks, padded, columns, copy, run)
-        page = 128
-        if group == "qkv":
-            page = _page(self.parts, fragment, 4 if self.dim % 4 == 0 else 2)
         shape: dict[str, Any] = {name: getattr(c, f"{group}_{name}") for name in _PRODUCT}
         shape["warps_across"] = shape.pop("across")
         return Product(
-            math=c.math, sum=ceil_div(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment, page=page,
-            per_word=4 // self.problem.block.itemsize, run=self.run(shape["warp_columns"]) if group == "out" else 2, **shape,
+            math=c.math, sum=ceil_div(sum, tile) * tile, all_columns=columns, copy=copy, fragment=fragment,
+            per_word=4 // self.problem.block.itemsize, norm_vector=self.norm_vector if group == "qkv" else 0,
+            run=self.run(shape["warp_columns"]) if group == "out" else 2, **shape,
         )  # fmt: skip
+
+    @property
+    def norm_vector(self) -> int:
+        """Channels of a token that a lane normalises at once: NORM_VEC in templates/stages/staged_norm.cuh."""
+        return 4 if self.dim % 4 == 0 else 2
 
     @cached_property
     def qkv(self) -> Product | WarpgroupProduct:

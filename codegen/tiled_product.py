@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from codegen.layout import Access, padded_stride
-from codegen.sequence import HALF_PARTS
+from codegen.sequence import HALF_PARTS, norm_store
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Product:
     """A tiled product as one kernel computes it (templates/stages/staged_product.cuh); sizes in elements, offsets in words.
 
     sum: the padded length of the sum, a multiple of sum_tile; all_columns: of the result; copy: elements of one asynchronous copy
-    (fewer than per_word: they are not copied asynchronously); page: words from one page of operand A to the next; per_word: weights in a
-    word; run: neighbouring columns of the result that a lane has.
+    (fewer than per_word: they are not copied asynchronously); per_word: weights in a word; norm_vector: neighbouring channels of a token
+    that a lane stores as operand A, 0 where operand A is copied; run: neighbouring columns of the result that a lane has.
     """
 
     math: str
@@ -32,8 +32,8 @@ class Product:
     all_columns: int
     copy: int
     fragment: int
-    page: int
     per_word: int
+    norm_vector: int = 0
     run: int = 2
 
     @property
@@ -71,6 +71,11 @@ class Product:
         return self.sum_tile // 8 * HALF_PARTS.get(self.math, 2) // 2
 
     @property
+    def page(self) -> int:
+        """Words from one page of operand A to the next."""
+        return _page(HALF_PARTS.get(self.math, 0), self.fragment, self.norm_vector) if self.norm_vector else 128
+
+    @property
     def buffers(self) -> int:
         """Where the buffers start, behind operand A."""
         return self.row_tiles * (self.sum // self.sum_tile) * self.pages * self.page
@@ -90,7 +95,11 @@ class Product:
         """Access name -> extra wavefronts of one warp-wide access."""
         operand = _operand_access(self.math == "ffma", self.fragment, self.per_word)
         copy = _copy_access(self.column_stride, self.plane, self.sum_tile, self.copy, self.per_word)
-        return {operand.name: operand.conflicts(self.column_stride), copy.name: copy.conflicts(self.plane_stride)}
+        found = {operand.name: operand.conflicts(self.column_stride), copy.name: copy.conflicts(self.plane_stride)}
+        if self.norm_vector:
+            store = norm_store(HALF_PARTS.get(self.math, 0), self.fragment, 32, self.norm_vector)
+            found[store.name] = store.conflicts(self.page)
+        return found
 
 
 def _operand_access(ffma: bool, fragment: int, per_word: int) -> Access:
@@ -111,6 +120,11 @@ def _copy_access(column_stride: int, plane: int, sum_tile: int, copy: int, per_w
         return k // plane, lane // chunks * column_stride + k % plane // per_word
 
     return Access("weights copied", copy // per_word, cell)
+
+
+@cache
+def _page(parts: int, fragment: int, vector: int) -> int:
+    return padded_stride(128, (norm_store(parts, fragment, 32, vector),))
 
 
 @cache

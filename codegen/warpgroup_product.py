@@ -114,8 +114,8 @@ def _normalised(lane: int) -> tuple[int, int]:
 
 
 def _attended(lane: int) -> tuple[int, int]:
-    """A word of a fragment of eight rows a lane."""
-    return lane // 4, _swizzled(lane // 4, 2 * (lane % 4))
+    """A chunk a lane, of eight indices; a quarter warp has two rows, and of them every second chunk."""
+    return lane // 4, _swizzled(lane // 4, 16 * (lane % 4))
 
 
-_NORMALISED, _ATTENDED = Access("tokens as operand A", 2, _normalised), Access("fragments as operand A", 1, _attended)
+_NORMALISED, _ATTENDED = Access("tokens as operand A", 2, _normalised), Access("fragments as operand A", 4, _attended)

@@ -82,7 +82,7 @@ def test_operands_of_16_bits_take_half_the_memory_and_their_stores_do_not_confli
         assert plans[dtype].registers < plans["float32"].registers
         spread = SequencePlan(plans[dtype].problem, replace(plans[dtype].config, residual="shared"))
         assert spread.layout["kept"].columns == 32
-        assert spread.layout["kept"].conflicts() == {"kept x": 0}
+        assert spread.layout["kept"].conflicts() == {"residual": 0, "kept store": 0}
     assert isinstance(plans["bfloat16"].layout["normed"].accesses[0], Access)
 
 

@@ -69,6 +69,41 @@ def fault(source: Source, cache: Path, kind: str, order: str = "forward", **opti
     return report
 
 
+# -- bank conflicts
+
+ACCESSES = {  # a warp's access -> its wavefronts, and those of them that conflicts add
+    "shared[t] = 0.0f;": (1, 0),
+    "shared[2 * t] = 0.0f;": (2, 1),
+    "shared[33 * t % 1024] = 0.0f;": (1, 0),
+    "shared[32 * t] = 0.0f;": (32, 31),
+    "shared[t / 4 + 32 * (t % 4)] = 0.0f;": (4, 3),
+    "if (t % 2) shared[2 * t] = 0.0f;": (2, 1),
+    "if (t < 4) shared[32 * t] = 0.0f;": (4, 3),
+    "reinterpret_cast<float2*>(shared)[t] = float2{};": (2, 0),
+    "reinterpret_cast<float4*>(shared)[t] = float4{};": (4, 0),
+    "reinterpret_cast<float4*>(shared)[2 * t] = float4{};": (8, 4),
+    "for (int i = 0; i < 3; ++i) if (i < 1 + t % 3) shared[2 * t + 32 * i] = 0.0f;": (5, 2),
+    "copy_async<16>(shared + 4 * t, x, false); commit_copies(); wait_for_copies<0>();": (4, 0),
+    "copy_async<4>(shared + 4 * t, x, false); commit_copies(); wait_for_copies<0>();": (4, 3),
+}
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+def test_wavefronts_and_conflicts_of_an_access_are_counted(access: str, cache: Path) -> None:
+    source = source_of(f"  {access}\n", threads=32, shared=4096)
+    generator = torch.Generator().manual_seed(3)
+    (found,) = Emulator(source, cache).shared_traffic(random_input(SPEC, generator), random_weights(SPEC, generator))
+    assert (found.kernel, found.lines) == ("axial_row", (5,))
+    assert (found.wavefronts, found.conflicts) == tuple(2 * n for n in ACCESSES[access])  # of two blocks
+
+
+def test_a_word_that_lanes_share_is_read_once(cache: Path) -> None:
+    source = source_of("  shared[t] = x[t];\n  __syncwarp();\n  y[32 * blockIdx.x + t] = shared[t / 8];\n", threads=32, shared=4096)
+    generator = torch.Generator().manual_seed(3)
+    found = Emulator(source, cache).shared_traffic(random_input(SPEC, generator), random_weights(SPEC, generator))
+    assert [(traffic.lines, traffic.wavefronts, traffic.conflicts) for traffic in found] == [((5,), 2, 0), ((7,), 2, 0)]
+
+
 # -- right kernels
 
 

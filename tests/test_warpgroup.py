@@ -101,7 +101,9 @@ MUTANTS = {
     "the second half of a row is the first": (r"a \+ 2 \* k, b \+ 2 \* k, acc", "a + 2 * (k % 2), b + 2 * k, acc"),
     "all warpgroups have the first one's rows": (r"warpgroup \* \(64 \* SWIZZLED_ROW\)", "0"),
     "a part's column tiles are its neighbour's": (r"\(part \+ step / SUM_TILES \* P::PARTS\)", "(step / SUM_TILES)"),
-    "rows g and g+8 are swapped": (r"word % 2 \* 8, index % P::SUM_TILE", "8 - word % 2 * 8, index % P::SUM_TILE"),
+    "rows g and g+8 are swapped": (r"8 \* half \+ g, index % P::SUM_TILE", "8 - 8 * half + g, index % P::SUM_TILE"),
+    "packed weights have the sum in its own order": (r"k = k / 32 \* 32 .*\n", "\n"),
+    "neighbouring fragments are swapped": (r"chunk\[4\] = \{quad\[0\](.*), quad\[1\]\[half\]", r"chunk[4] = {quad[1]\1, quad[0][half]"),
     "weights past the last channel are not zeros": (r"if \(from == nullptr\) continue;", "if (from == nullptr) from = weight;"),
     "a barrier is waited for that is not initialised": (r"init_barrier\(shared .*\n", "publish_barriers();\n"),
 }

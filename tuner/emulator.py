@@ -25,7 +25,7 @@ from codegen.reference import parameter_shapes, torch_dtype
 from codegen.render import Kernel, Source
 from codegen.spec import SpecError
 from codegen.terms import term_dtype, term_shapes
-from tuner.emulator_build import CompileError, build, line_of
+from tuner.emulator_build import CompileError, build, line_of, lines_of
 
 ORDERS = ("forward", "reverse")
 KINDS = {
@@ -75,6 +75,17 @@ class EmulationError(RuntimeError):
     def __init__(self, report: Report) -> None:
         super().__init__(report.message)
         self.report = report
+
+
+@dataclass(frozen=True)
+class SharedTraffic:
+    """What the accesses to shared memory from one place of the source took in one kernel: wavefronts, and those of them that bank conflicts
+    added. lines: of the access, and of the calls around it up to the kernel's."""
+
+    kernel: str
+    lines: tuple[int, ...]
+    wavefronts: int
+    conflicts: int
 
 
 @dataclass(frozen=True)
@@ -129,11 +140,26 @@ class Emulator:
         """
         if order not in ORDERS and not re.fullmatch(r"random:\d{1,18}", order):
             raise SpecError(f"order must be forward, reverse or random:SEED, not {order!r}")
+        return self._run(x, weights, order, check_races, False)[0]
+
+    def shared_traffic(self, x: Tensor, weights: Mapping[str, Tensor]) -> list[SharedTraffic]:
+        """The bank conflicts of a run; x and weights are those of `run`. Counted are all accesses of threads, `cp.async` as one of its
+        size, but neither bulk copies nor the operands of products."""
+        found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for text in self._run(x, weights, "forward", False, True)[1].splitlines():
+            kernel, kind, place, wavefronts, conflicts = text.split()
+            total = found.setdefault((kernel, (int(place),) if kind == "line" else lines_of(self.program, int(place))), [0, 0])
+            total[0] += int(wavefronts)
+            total[1] += int(conflicts)
+        return [SharedTraffic(kernel, lines, *total) for (kernel, lines), total in found.items()]
+
+    def _run(self, x: Tensor, weights: Mapping[str, Tensor], order: str, check_races: bool, count: bool) -> tuple[Tensor, str]:
+        """The output, and the bank conflicts as the program reports them."""
         regions, tensors = _regions(self.source, x, weights)
         if x.numel() == 0:
-            return torch.empty_like(x)
+            return torch.empty_like(x), ""
         name, _, seed = order.partition(":")
-        plan = [f"order {name} {seed or 0}", f"races {int(check_races)}", f"limit {self.run_limit}"]
+        plan = [f"order {name} {seed or 0}", f"races {int(check_races)}", f"conflicts {int(count)}", f"limit {self.run_limit}"]
         plan += [f"region {int(region.writable)} {region.elements} {region.itemsize}" for region in regions]
         indices = {region.name: index for index, region in enumerate(regions)}
         for index, kernel in enumerate(self.source.kernels):
@@ -148,7 +174,7 @@ class Emulator:
                     file.write(_bytes(tensor))
             self._execute(paths, regions)
             with open(paths[2], "rb") as file:
-                return torch.frombuffer(bytearray(file.read()), dtype=x.dtype).view(x.shape)
+                return torch.frombuffer(bytearray(file.read()), dtype=x.dtype).view(x.shape), Path(paths[3]).read_text()
 
     def _execute(self, paths: list[str], regions: Sequence[_Region]) -> None:
         try:

@@ -15,7 +15,7 @@ from codegen.render import Source
 from codegen.spec import SpecError
 
 RUNTIME = Path(__file__).resolve().parent / "emulator"
-UNITS = ("main.cpp", "fibers.cpp", "collectives.cpp", "copies.cpp", "warpgroup.cpp", "memory.cpp", "report.cpp")
+UNITS = ("main.cpp", "fibers.cpp", "collectives.cpp", "copies.cpp", "warpgroup.cpp", "memory.cpp", "conflicts.cpp", "report.cpp")
 HEADERS = ("runtime.h", "fibers.h")
 HEADER = "cuda_host.h"
 SOURCE_NAME = "kernel.cu"  # how the compiler and the debug information call the emulated source
@@ -97,15 +97,19 @@ def translation_unit(source: Source) -> str:
 
 def line_of(program: Path, pc: int | None) -> int | None:
     """The line of the emulated source that the return address `pc` stands in; None when it is elsewhere or unknown."""
+    return next(iter(lines_of(program, pc)), None)
+
+
+def lines_of(program: Path, pc: int | None) -> tuple[int, ...]:
+    """That line, and then those of the calls around it that were inlined, up to the kernel's."""
     tool = shutil.which("addr2line")
     if not pc or tool is None:
-        return None
+        return ()
     try:
         done = subprocess.run([tool, "-e", str(program), "-i", hex(pc - 1)], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(rf"(?:^|/){re.escape(SOURCE_NAME)}:(\d+)", done.stdout, re.M)
-    return int(found[1]) if found else None
+        return ()
+    return tuple(int(line) for line in re.findall(rf"(?:^|/){re.escape(SOURCE_NAME)}:(\d+)", done.stdout, re.M))
 
 
 def _key(*parts: str) -> str:

@@ -115,7 +115,7 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
       for (int step = 0; step < STEPS; ++step) {
         const int channel = (step * LANES + lane) * VEC;
         if constexpr (C::KEEP_X)
-          if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
+          if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + {{ "(16 * row_tile + 8 * half + kept_place(g))" if keeps else "row" }} * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
 {% if affine %}
         float gain[VEC]{{ ", shift[VEC]" if shifted }};
         unpack(gain, weights.gain[step]){{ ", unpack(shift, weights.shift[step])" if shifted }};

@@ -39,7 +39,11 @@ struct OutProduct {
       Word residual[C::OUT_ROWS][C::OUT_COLUMNS][2][2 / PER_WORD];
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int row, int column, long long at) {
         if constexpr (C::KEEP_X) {
+{% if keeps %}
+          load(residual[i][j][half], reinterpret_cast<const Element*>(shared + C::KEPT) + (row - lane / 4 + kept_place(lane / 4)) * C::KEPT_STRIDE + column);  // zeros past DIM
+{% else %}
           load_pair(residual[i][j][half], reinterpret_cast<const Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + column, column);
+{% endif %}
         } else {
           load_pair(residual[i][j][half], x + at, column);
         }

@@ -188,11 +188,15 @@ struct Resident {
     // A lane reads what it has written.
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-#pragma unroll 8
-      for (int page = 0; page < Out::SUM / 16 * OPERANDS; ++page) {
-        float quad[4] = {};  // (g, k), (g+8, k), (g, k+8), (g+8, k+8)
-        if (tile + row < end && page < PAGES) load(quad, result + (row * PAGES + page) * 128 + 4 * lane);
-        Second::store_quad(shared, 16 * position(tile + row), page, lane, quad);
+#pragma unroll 4
+      for (int at = 0; at < Out::SUM / 32 * OPERANDS; ++at) {
+        float quads[2][4] = {};
+#pragma unroll
+        for (int next = 0; next < 2; ++next) {
+          const int page = (at / OPERANDS * 2 + next) * OPERANDS + at % OPERANDS;
+          if (tile + row < end && page < PAGES) load(quads[next], result + (row * PAGES + page) * 128 + 4 * lane);
+        }
+        Second::store_fragments(shared, at % OPERANDS, 16 * position(tile + row), at / OPERANDS, lane, quads);
       }
     }
     fence_async_proxy();

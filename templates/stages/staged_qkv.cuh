@@ -13,10 +13,14 @@ __device__ __forceinline__ void qkv({{ (["const Element* x"] + norms | declared)
         // Operand A as fragments in the order [tile of the sum][row tile][page].
         normalise_rows<C, 1>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
           float* to = shared + channel / P::SUM_TILE * P::A_TILE;
+{% if quadruples %}
+          constexpr int AT_ONCE = C::Math::STORED_TILES == 2 ? VEC : 2;
+{% endif %}
+{% set n = "AT_ONCE" if quadruples else "2" %}
 #pragma unroll
-          for (int i = 0; i < VEC; i += 2)
-            C::Math::template store_rows<P::FRAGMENT, P::SUM_TILE / 8, P::PAGE>(to, row_tile, g, channel % P::SUM_TILE + i, reinterpret_cast<const float(&)[2]>(upper[i]),
-                                                                               reinterpret_cast<const float(&)[2]>(lower[i]));
+          for (int i = 0; i < VEC; i += {{ n }})
+            C::Math::template store_rows<P::FRAGMENT, P::SUM_TILE / 8, P::PAGE>(to, row_tile, g, channel % P::SUM_TILE + i, reinterpret_cast<const float(&)[{{ n }}]>(upper[i]),
+                                                                               reinterpret_cast<const float(&)[{{ n }}]>(lower[i]));
         });
       },
       [&](int row_tile, int column, const float(&acc)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {

@@ -32,12 +32,16 @@ struct WarpgroupProduct {
     for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / P::SUM_TILE * A_TILE + swizzled(row, index % P::SUM_TILE), words[which]);
   }
 
-  // A lane's words (g, k), (g+8, k), (g, k+8), (g+8, k+8) of a fragment, number `page` of 16 rows from `row` on, into operand A.
-  static __device__ __forceinline__ void store_quad(float* a, int row, int page, int lane, const float (&quad)[4]) {
-    const int index = page / OPERANDS * 16 + 2 * (lane % 4);
-    float* to = a + page % OPERANDS * A_OPERAND + index / P::SUM_TILE * A_TILE;
+  // Two neighbouring fragments of 16 rows from `row` on, numbers 2 `pair` and 2 `pair` + 1 in the sum, into operand A: a lane has words (g, k), (g+8, k),
+  // (g, k+8), (g+8, k+8) of each. A chunk is a row's four words of a lane, and the chunks of two pairs alternate: rows g and g+1, whose stores
+  // go together, then have different banks. So a tile of the sum has its indices in another order, which the weights are packed in as well.
+  static __device__ __forceinline__ void store_fragments(float* a, int which, int row, int pair, int lane, const float (&quads)[2][4]) {
+    float* to = a + which * A_OPERAND + pair / 2 * A_TILE;
 #pragma unroll
-    for (int word = 0; word < 4; ++word) to[swizzled(row + lane / 4 + word % 2 * 8, index % P::SUM_TILE + word / 2 * 8)] = quad[word];
+    for (int half = 0; half < 2; ++half) {
+      const float chunk[4] = {quads[0][half], quads[0][2 + half], quads[1][half], quads[1][2 + half]};
+      store(to + swizzled(row + 8 * half + lane / 4, 8 * (2 * (lane % 4) + pair % 2)), chunk);
+    }
   }
 
   static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {

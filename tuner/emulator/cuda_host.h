@@ -69,6 +69,8 @@ struct Copy {
 [[noreturn]] void misaligned_copy(int bytes, int line);
 void start_copy(const Copy& copy);
 void commit_copies();
+void write_by_copy(float* to, float value);
+void count_copy(const void* to, int bytes, int line);
 bool next_copy(int groups, Copy& copy);  // the oldest copy that is in none of the latest `groups` groups; false when there is none
 
 // Products of a warpgroup, bulk copies and their barriers (warpgroup.cpp).
@@ -191,14 +193,15 @@ inline float exp2_approx(float value) {
 template <int BYTES> void copy_async(float* to, const float* from, bool real, int line = __builtin_LINE()) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
     if (uintptr_t(to) % BYTES || (real && uintptr_t(from) % BYTES)) ::emulator::misaligned_copy(BYTES, line);
-    for (int i = 0; i < BYTES / 4; ++i) to[i] = __uint_as_float(0x7fffdeadu);
+    ::emulator::count_copy(to, BYTES, line);
+    for (int i = 0; i < BYTES / 4; ++i) ::emulator::write_by_copy(to + i, __uint_as_float(0x7fffdeadu));
     ::emulator::start_copy({to, from, BYTES / 4, real});
 }
 inline void commit_copies() { ::emulator::commit_copies(); }
 template <int GROUPS> void wait_for_copies() {
     ::emulator::Copy copy;
     while (::emulator::next_copy(GROUPS, copy))
-        for (int i = 0; i < copy.words; ++i) copy.to[i] = copy.real ? copy.from[i] : 0.0f;
+        for (int i = 0; i < copy.words; ++i) ::emulator::write_by_copy(copy.to + i, copy.real ? copy.from[i] : 0.0f);
 }
 // Hopper's products of a warpgroup, and the bulk copies that feed them (templates/warpgroup.cu.j2).
 inline unsigned shared_address(const void* address) { return ::emulator::shared_offset(address); }

@@ -19,6 +19,7 @@ Position here;
 Clock now;
 std::uint32_t lane_clock[max_threads];
 std::uint32_t known[max_threads][lanes];
+std::uint32_t meetings[max_threads];
 bool waited[max_threads];
 
 #if defined(__x86_64__)
@@ -165,6 +166,7 @@ bool arrive(const char* name, std::uint32_t mask, int line) {
     Warp& warp = own_warp();
     const std::uint32_t self = 1u << here.thread % lanes;
     const Fact at{"line", line};
+    ++meetings[here.thread];
     if (!(mask & self)) report("divergence", nullptr, nullptr, "calls a warp collective with a mask that leaves out its own lane", &at, 1);
     if (const std::uint32_t gone = mask & warp.ended) diverged(line, first_lane(gone), "waits at %s for a thread that has ended", name);
     if (const std::uint32_t held = mask & warp.at_barrier)
@@ -236,6 +238,7 @@ void run_block(const Arguments& wanted) {
         lane_clock[t] = 1;
         std::memset(known[t], 0, sizeof known[t]);
         waited[t] = false;
+        meetings[t] = 0;
         forget_copies(t);
         forget_products(t);
         set_ready(t);

@@ -3,6 +3,7 @@
 // The plan is a text of one item a line:
 //   order forward|reverse|random SEED
 //   races 0|1
+//   conflicts 0|1               whether to count bank conflicts, which are written to the report: kernel, place, wavefronts, conflicts
 //   limit SECONDS
 //   region WRITABLE ELEMENTS SIZE  in order, SIZE in bytes; read-only regions lie one after another in the input file, writable ones
 //                                  begin as NaN
@@ -45,6 +46,10 @@ int main(int count, char** values) {
             int on = 0;
             need(std::fscanf(plan, "%d", &on) == 1, "bad races");
             check_races = on;
+        } else if (!std::strcmp(word, "conflicts")) {
+            int on = 0;
+            need(std::fscanf(plan, "%d", &on) == 1, "bad conflicts");
+            count_conflicts = on;
         } else if (!std::strcmp(word, "limit")) {
             need(std::fscanf(plan, "%d", &seconds) == 1, "bad limit");
         } else if (!std::strcmp(word, "region")) {
@@ -92,6 +97,7 @@ int main(int count, char** values) {
         begin_launch();
         for (here.block = 0; here.block < here.grid; ++here.block) run_block(arguments);
     }
+    report_conflicts();
     std::FILE* output = std::fopen(values[3], "wb");
     need(output, "cannot open the output");
     need(std::fwrite(region_data(result), 1, region_bytes(result), output) == region_bytes(result), "cannot write the output");

@@ -158,13 +158,14 @@ template <bool write> inline void touch_global(Address address, int bytes, const
         touch<write, true>(region.shadow[word], pc, access);
 }
 
-template <bool write, bool by_async = false> inline void check(const void* pointer, std::size_t bytes, const void* pc) {
+template <bool write, bool by_async = false, bool counted = !by_async> inline void check(const void* pointer, std::size_t bytes, const void* pc) {
     const Address address = reinterpret_cast<Address>(pointer);
     const std::size_t offset = address - reinterpret_cast<Address>(shared);
     if (offset < max_shared_bytes) {
         if (offset + bytes > here.kernel->shared_bytes) out_of_bounds(address, int(bytes), write, pc);
         const Access access{write ? "writes" : "reads", shared_memory, std::ptrdiff_t(offset), int(bytes)};
         for (std::size_t word = offset / 4; word <= (offset + bytes - 1) / 4; ++word) touch<write, false, by_async>(shared_shadow[word], pc, access);
+        if (counted && count_conflicts) count_access(offset, bytes, reinterpret_cast<Address>(pc));
         return;
     }
     if (address - reinterpret_cast<Address>(own_stack()) < stack_bytes - page) return;
@@ -181,6 +182,10 @@ void order_async_writes(const void* address, int bytes) {
     for (std::size_t word = first; word < first + std::size_t(bytes) / 4; ++word) shared_shadow[word].write_thread = none;
 }
 void write_by_async_proxy(const void* address, int bytes, const void* pc) { check<true, true>(address, std::size_t(bytes), pc); }
+void write_by_copy(float* to, float value) {
+    check<true, false, false>(to, sizeof value, __builtin_return_address(0));
+    *to = value;
+}
 
 void add_region(std::size_t elements, std::size_t size, bool writable) {
     const std::size_t bytes = elements * size;

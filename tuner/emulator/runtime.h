@@ -45,6 +45,7 @@ struct Clock {
 extern Clock now;
 extern std::uint32_t lane_clock[max_threads];
 extern std::uint32_t known[max_threads][lanes];
+extern std::uint32_t meetings[max_threads];  // warp collectives that the thread has called
 extern bool waited[max_threads];  // whether the thread itself waited for the previous kernel
 
 // fibers.cpp
@@ -77,6 +78,12 @@ int block_of_epoch(std::uint32_t epoch);
 void begin_launch();
 void begin_block();
 
+// conflicts.cpp: bank conflicts of what is executed. place: a return address, or a line of the source with the flag by_line
+constexpr std::uintptr_t by_line = std::uintptr_t(1) << 63;
+extern bool count_conflicts;
+void count_access(std::size_t offset, std::size_t bytes, std::uintptr_t place);  // of the running thread, to shared memory
+void report_conflicts();
+
 // report.cpp: a report is a few "key value" lines, and ends the process. With an access, its text goes on from "reads n bytes
 // of a place, which"; without, from the thread
 struct Access {
@@ -94,6 +101,7 @@ struct Fact {
 void open_report(const char* path);
 [[noreturn]] void report(const char* kind, const void* pc, const Access* access, const char* text, const Fact* facts = nullptr,
                          int count = 0);
+void report_total(const char* kernel, std::uintptr_t place, bool is_line, long long wavefronts, long long conflicts);
 void catch_signals(int seconds);
 
 }  // namespace emulator
