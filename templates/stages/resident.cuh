@@ -113,7 +113,6 @@ struct Resident {
   }
 
   static __device__ __forceinline__ void run({{ (["const Element* x"] + norms | declared + ["const float* packed_qkv"] + qkv_bias | declared + ["float* attended", "Element* y", "const float* packed_out"] + out_bias | declared + spec.terms | declared) | join(", ") }}, int row_tiles, float* shared) {
-    constexpr int VEC = NORM_VEC<C>;
     const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * ROWS, first_tile = static_cast<int>(blockIdx.x) * BLOCK_TILES;
     const int end = min(row_tiles - first_tile, BLOCK_TILES);  // of the block's row tiles
     if (threadIdx.x == 0) {
@@ -121,10 +120,8 @@ struct Resident {
       publish_barriers();
       for (int step = 0; step < min(STAGES, ALL_STEPS); ++step) start(shared, packed_qkv, packed_out, step);
     }
-    normalise_rows<C, Qkv::NORM_PAIRS>({{ (["x"] + norms | list) | join(", ") }}, first_tile, first_tile + end, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
-      First::store_row(shared, 16 * position(row_tile) + g, channel, upper);
-      First::store_row(shared, 16 * position(row_tile) + 8 + g, channel, lower);
-    });
+    normalise_by_groups<C>({{ (["x"] + norms | list) | join(", ") }}, first_tile, first_tile + end,
+                           [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { First::store_row(shared, 16 * position(row_tile) + row, channel, values); });
     fence_async_proxy();
     __syncthreads();  // operand A and the barriers are there for all
 
