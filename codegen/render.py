@@ -198,7 +198,8 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
 
 def _resident_kernels(axis: str, plan: ResidentPlan) -> list[Kernel]:
     block, (threads, shared) = plan.problem.block, plan.kernels["block"][:2]
-    arguments = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), "attended", "y", *_read(plan, "out"), *block.terms)
+    scratch = tuple(name for name, _ in plan.scratch)
+    arguments = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), *scratch, "y", *_read(plan, "out"), *block.terms)
     kernel = Kernel(f"axial_{axis}_block", axis, threads, shared, plan.block_tiles, False, arguments, "row_tiles")
     return [*_pack_kernel(axis, plan), kernel, *_norm_kernel(axis, plan)]
 

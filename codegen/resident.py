@@ -48,6 +48,7 @@ class ResidentConfig(Config):
     key_tile: int = tunable(32, (16, 32, 48, 64, 80, 128), "keys of one step of the streaming softmax")
     sums: str = tunable("add", ("add", "product"), "sums of the attention's weights by additions, or by one more product")
     polynomial: int = tunable(0, (0, 1, 2, 3, 4), "of eight exponentials, those computed as polynomials")
+    result: str = tunable("scratch", ("scratch", "shared"), "attention's result: in global scratch, or in shared memory beside the tokens")
     out_columns: int = tunable(8, (4, 8, 12, 16, 24, 32), "8-column tiles of the output product that are computed at once")
     blocks: int = tunable(1, (1, 2, 3), "blocks a multiprocessor must be able to hold, which caps registers")
 
@@ -83,7 +84,7 @@ class ResidentPlan(StreamedPlan):
     @cached_property
     def out(self) -> WarpgroupProduct:
         columns = self.config.out_columns
-        return self._product(self.inner, columns, self.dim, self.run(columns), self.copy(self.head_dim))
+        return self._product(self.inner, columns, self.dim, self.run(columns), min(2, self.copy(self.head_dim)))
 
     @property
     def packed(self) -> dict[str, WarpgroupProduct]:
@@ -99,12 +100,18 @@ class ResidentPlan(StreamedPlan):
             biased=self.problem.block.logit_bias,
         )  # fmt: skip
 
-    # Shared memory, in words: operand A of either product, the ring, a head's keys and values, the ring's barriers
+    # Shared memory, in words: operand A of either product, in the same place or one behind the other, the ring, a head's keys and
+    # values, the ring's barriers
+
+    @property
+    def attended(self) -> int:
+        """Where operand A of the output product starts."""
+        return self.qkv.buffers if self.config.result == "shared" else 0
 
     @property
     def ring(self) -> int:
         """Where the ring starts."""
-        return max(self.qkv.buffers, self.out.buffers)
+        return max(self.qkv.buffers, self.attended + self.out.buffers)
 
     @property
     def ring_tile(self) -> int:
@@ -143,7 +150,7 @@ class ResidentPlan(StreamedPlan):
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
         """(name, elements of the block's type for one image): the attention's result as fragments."""
-        return (("attended", self.problem.lines * self.tiles * 16 * self.inner),)
+        return (("attended", self.problem.lines * self.tiles * 16 * self.inner),) if self.config.result == "scratch" else ()
 
     @cached_property
     def kernels(self) -> dict[str, tuple[int, int, int, int]]:
@@ -157,7 +164,9 @@ class ResidentPlan(StreamedPlan):
         c = self.config
         first, second = (4 * c.rows * p.operands * p.warp_columns for p in (self.qkv, self.out))
         by_wgmma = 24 + c.rows * (5 * c.key_tile + 3 * self.padded_head_dim) // 4  # scores of two tiles, weights, queries, result
-        attention = (by_wgmma if c.attention == "wgmma" else self.attention.registers) + (first if c.overlap and self.problem.block.heads > 1 else 0)
+        attention = (by_wgmma if c.attention == "wgmma" else self.attention.registers) + (
+            first if c.overlap and self.problem.block.heads > 1 else 0
+        )
         return max(attention, 40 + first, 40 + second)
 
     @property

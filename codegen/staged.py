@@ -91,8 +91,6 @@ class StagedConfig(Config):
         }
 
 
-
-
 @dataclass(frozen=True)
 class StagedPlan(StreamedPlan):
     """What a configuration means for a problem: padded sizes, tiles, shared memory, threads, registers, scratch."""
@@ -164,8 +162,9 @@ class StagedPlan(StreamedPlan):
 
     @property
     def _norm_registers(self) -> int:
-        pairs = self.qkv.norm_pairs if isinstance(self.qkv, WarpgroupProduct) else 1
-        return 64 + 2 * pairs * ceil_div(self.qkv.sum, 32) if pairs == 1 else 48 + 2 * pairs * 4 * ceil_div(self.qkv.sum, 128)
+        if isinstance(self.qkv, WarpgroupProduct):
+            return 48 + self.qkv.norm_values
+        return 64 + 2 * ceil_div(self.qkv.sum, 32)
 
     @property
     def capped(self) -> dict[str, int]:

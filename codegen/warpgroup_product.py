@@ -14,6 +14,8 @@ SUM_TILE = 64
 """Indices of the sum in one step: a swizzled row of 128 bytes."""
 ROW = 32
 """Words of a swizzled row."""
+CHUNK = 8
+"""Indices of the sum that swizzling leaves together: 16 bytes."""
 WARPS = 4
 """Of a warpgroup, each with 16 of its 64 rows."""
 COLUMN_TILES = (8, 12, 16, 24, 32)
@@ -88,10 +90,27 @@ class WarpgroupProduct:
         return self.packed // (4 * self.operands)
 
     @property
-    def norm_pairs(self) -> int:
-        """Pairs of tokens that a warp normalises at once: up to 64 values a lane."""
-        held = 4 * -(-self.sum // 128)
-        return next((pairs for pairs in (4, 2) if 2 * pairs * held <= 64), 1)
+    def norm_lanes(self) -> int:
+        """Lanes that have a token to normalise: as few as leave each with 32 channels, because a sum over more of them takes more shuffles
+        and all else that is done once a token is done by fewer tokens at a time."""
+        return next((lanes for lanes in (4, 8, 16) if self.sum <= 32 * lanes), 32)
+
+    @property
+    def norm_held(self) -> int:
+        """Tokens that these lanes normalise at once, so that their loads wait together and the norm's parameters are read once for both;
+        one where there are many threads, which have few registers each."""
+        most = 64 if self.threads * self.blocks <= 512 else 32
+        return 2 if 2 * self._norm_channels <= most else 1
+
+    @property
+    def norm_values(self) -> int:
+        """Channels that a lane has in registers while it normalises."""
+        return self.norm_held * self._norm_channels
+
+    @property
+    def _norm_channels(self) -> int:
+        chunks = self.sum // CHUNK
+        return CHUNK * -(-chunks // self.norm_lanes)
 
     @property
     def registers(self) -> int:
@@ -100,17 +119,24 @@ class WarpgroupProduct:
 
     def conflicts(self) -> dict[str, int]:
         """Access name -> extra wavefronts of one warp-wide access; a row is a swizzled one."""
-        return {access.name: access.conflicts(ROW) for access in (_NORMALISED, _ATTENDED)}
+        return {access.name: access.conflicts(ROW) for access in (_normalised(self.norm_lanes), _ATTENDED)}
 
 
 def _swizzled(row: int, index: int) -> int:
     """The word of a row that has an index; see `swizzled` in templates/warpgroup.cu.j2."""
-    return (index // 8 ^ row % 8) * 4 + index % 8 // 2
+    return (index // CHUNK ^ row % 8) * 4 + index % CHUNK // 2
 
 
-def _normalised(lane: int) -> tuple[int, int]:
-    """Four channels of one token a lane; the upper half warp has the next tile of the sum."""
-    return 0, _swizzled(0, 4 * lane % SUM_TILE)
+def _normalised(lanes: int) -> Access:
+    """A chunk of a token a lane, of as many tokens as the warp has groups of `lanes`; beyond a row is the next tile of the sum. See
+    normalise_by_groups in templates/stages/staged_warpgroup_norm.cuh."""
+
+    def cell(lane: int) -> tuple[int, int]:
+        group = lane // lanes
+        row = group % 2 * 4 + group // 2 if lanes == 4 else group
+        return row, _swizzled(row, CHUNK * (lane % lanes) % SUM_TILE)
+
+    return Access("tokens as operand A", 4, cell)
 
 
 def _attended(lane: int) -> tuple[int, int]:
@@ -118,4 +144,4 @@ def _attended(lane: int) -> tuple[int, int]:
     return lane // 4, _swizzled(lane // 4, 16 * (lane % 4))
 
 
-_NORMALISED, _ATTENDED = Access("tokens as operand A", 2, _normalised), Access("fragments as operand A", 4, _attended)
+_ATTENDED = Access("fragments as operand A", 4, _attended)

@@ -6,9 +6,11 @@ import dataclasses
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from codegen.layout import Access
 from codegen.module import read_module, write_module
 from codegen.render import Source, render
 from codegen.spec import BlockSpec, SpecError
@@ -84,6 +86,37 @@ def test_random_legal_configurations_agree_with_float64(seed: int, cache: Path) 
     assert right(render(spec, {axes[0]: start}), cache, draw.choice(("forward", "reverse", "random:5"))), start
 
 
+@pytest.mark.parametrize(
+    "dim, heads, dtype, variant",
+    [
+        (256, 8, "bfloat16", {}), (260, 2, "float16", {}), (510, 3, "bfloat16", {}), (520, 4, "float32", {}), (1025, 5, "bfloat16", {}),
+        (192, 3, "float32", {"norm": "rms"}), (33, 1, "float16", {"norm": "rms", "norm_affine": False}),
+        (66, 2, "bfloat16", {"norm": "none"}), (128, 4, "float32", {"norm_affine": False}), (136, 2, "bfloat16", {"norm_affine": False}),
+    ],
+)  # fmt: skip
+def test_groups_of_lanes_normalise_tokens_of_every_width(dim: int, heads: int, dtype: str, variant: dict[str, Any], cache: Path) -> None:
+    """4, 8, 16 and 32 lanes; loads of 16, 8, 4 and 2 bytes; 19 tokens of 32 rows."""
+    spec = BlockSpec(dim, heads, 1, 19, batch=1, dtype=dtype, axes=("row",), **variant)
+    assert right(rendered(spec, ("qkv",)), cache)
+
+
+@pytest.mark.parametrize("sum", range(64, 2561, 64))
+def test_tokens_are_stored_as_operand_a_without_conflicts(sum: int) -> None:
+    product = WarpgroupProduct(1, 16, 8, 3, 1, 2, sum, 768, 8, 2)
+    lanes, held = product.norm_lanes, product.norm_held
+    assert 16 % (32 // lanes * held) == 0, "whole turns of a row tile"
+    assert product.norm_values <= 64 or held == 1
+    assert set(product.conflicts().values()) == {0}
+    assert dataclasses.replace(product, blocks=3).norm_values <= max(32, product.norm_values // held), "fewer registers each"
+
+
+def test_neighbouring_rows_would_conflict_in_groups_of_four() -> None:
+    def cell(lane: int) -> tuple[int, int]:
+        return lane // 4, 4 * (lane % 4 ^ lane // 4)
+
+    assert Access("neighbouring rows", 4, cell).conflicts(32) > 0
+
+
 MUTANTS = {
     "rows are not swizzled": (r"\(\(index / 8\) \^ \(row % 8\)\)", "(index / 8)"),
     "weights are packed without swizzle": (r"tile\) \* P::B_TILE \+ swizzled\(column, k\)", "tile) * P::B_TILE + column * 32 + k / 2"),
@@ -105,6 +138,14 @@ MUTANTS = {
     "packed weights have the sum in its own order": (r"k = k / 32 \* 32 .*\n", "\n"),
     "neighbouring fragments are swapped": (r"chunk\[4\] = \{quad\[0\](.*), quad\[1\]\[half\]", r"chunk[4] = {quad[1]\1, quad[0][half]"),
     "weights past the last channel are not zeros": (r"if \(from == nullptr\) continue;", "if (from == nullptr) from = weight;"),
+    "the mean is of half a token": (r"group_sum<LANES>\(sum\)", "group_sum<LANES / 2>(sum)"),
+    "the variance is of half a token": (r"group_sum<LANES>\(squares\)", "group_sum<LANES / 2>(squares)"),
+    "the variance has channels past the last": (r"if \(\(step \* LANES \+ lane\) \* CHUNK \+ i < C::DIM\) squares", "squares"),
+    "a group's second token is its first": (r"\* 16 \+ row \+ held \* GROUPS", "* 16 + row"),
+    "a group's tokens are stored in one row": (r"row \+ held \* GROUPS, channel", "row, channel"),
+    "no gain": (r"\* inverse\[held\], gain\[i\], shift", "* inverse[held], 1.0f, shift"),
+    "a token is read past the sequence's end": (r"min\(token, C::LENGTH - 1\)", "token"),
+    "row tiles past the last are read": (r"min\(first_tile \+ row_tile, row_tiles - 1\)", "first_tile + row_tile"),
     "a barrier is waited for that is not initialised": (r"init_barrier\(shared .*\n", "publish_barriers();\n"),
 }
 REST_MUTANTS = {

@@ -67,7 +67,7 @@ struct Resident {
     wgmma_fence();
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      const unsigned long long a = matrix_descriptor(shared + sum_tile * Product::A_TILE + (warpgroup * ROWS + row) * (64 * SWIZZLED_ROW));
+      const unsigned long long a = matrix_descriptor(shared + (SAME<P, Out> ? C::ATTENDED : 0) + sum_tile * Product::A_TILE + (warpgroup * ROWS + row) * (64 * SWIZZLED_ROW));
 #pragma unroll
       for (int k = 0; k < P::SUM_TILE / 16; ++k) {
         if constexpr (OPERANDS == 2) {
@@ -123,8 +123,53 @@ struct Resident {
     if constexpr (S::BY_WARPGROUPS) fence_async_proxy();
   }
 
+  // A head's result, to its place or to scratch. Places take two fragments at once: `held` has the first of two.
+  static __device__ __forceinline__ void keep_result(const Softmax& softmax, float (&held)[ROWS][OPERANDS][4], float* a, float* scratch, int tile, int end, int head, int lane) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+      softmax.result(row, [&](int step, const float(&quads)[OPERANDS][4]) {
+        const int at = head * (STEPS / 2) + step;
+#pragma unroll
+        for (int which = 0; which < OPERANDS; ++which) {
+          if constexpr (C::SCRATCH) {
+            if (tile + row < end) store(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
+          } else {
+            if (at % 2 == 1) {
+              const float both[2][4] = {% raw %}{{held[row][which][0], held[row][which][1], held[row][which][2], held[row][which][3]}, {quads[which][0], quads[which][1], quads[which][2], quads[which][3]}}{% endraw %};
+              Second::store_fragments(a, which, 16 * position(tile + row), at / 2, lane, both);
+            }
+#pragma unroll
+            for (int word = 0; word < 4; ++word) held[row][which][word] = quads[which][word];
+          }
+        }
+      });
+  }
+
+  // What is left of operand A of the output product: from scratch all, where a lane reads what it has written; else a last fragment, and zeros.
+  static __device__ __forceinline__ void fill(const float (&held)[ROWS][OPERANDS][4], float* a, const float* scratch, int tile, int end, int lane) {
+    constexpr int FIRST = C::SCRATCH ? 0 : C::INNER / 32;
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll 4
+      for (int at = FIRST * OPERANDS; at < Out::SUM / 32 * OPERANDS; ++at) {
+        const int pair = at / OPERANDS, which = at % OPERANDS;
+        float quads[2][4] = {};
+        if constexpr (C::SCRATCH) {
+#pragma unroll
+          for (int next = 0; next < 2; ++next) {
+            const int page = (2 * pair + next) * OPERANDS + which;
+            if (tile + row < end && page < PAGES) load(quads[next], scratch + (row * PAGES + page) * 128 + 4 * lane);
+          }
+        } else if (C::INNER % 32 != 0 && pair == FIRST) {
+#pragma unroll
+          for (int word = 0; word < 4; ++word) quads[0][word] = held[row][which][word];
+        }
+        Second::store_fragments(a, which, 16 * position(tile + row), pair, lane, quads);
+      }
+    }
+  }
+
   static __device__ __forceinline__ void run({{ (["const Element* x"] + norms | declared + ["const float* packed_qkv"] + qkv_bias | declared + ["float* attended", "Element* y", "const float* packed_out"] + out_bias | declared + spec.terms | declared) | join(", ") }}, int row_tiles, float* shared) {
-    constexpr int VEC = NORM_VEC<C>;
     const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * ROWS, first_tile = static_cast<int>(blockIdx.x) * BLOCK_TILES;
     const int end = min(row_tiles - first_tile, BLOCK_TILES);  // of the block's row tiles
     if (threadIdx.x == 0) {
@@ -132,17 +177,16 @@ struct Resident {
       publish_barriers();
       for (int step = 0; step < min(STAGES, ALL_STEPS); ++step) start(shared, packed_qkv, packed_out, step);
     }
-    normalise_rows<C, Qkv::NORM_PAIRS>({{ (["x"] + norms | list) | join(", ") }}, first_tile, first_tile + end, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
-      First::store_row(shared, 16 * position(row_tile) + g, channel, upper);
-      First::store_row(shared, 16 * position(row_tile) + 8 + g, channel, lower);
-    });
+    normalise_by_groups<C>({{ (["x"] + norms | list) | join(", ") }}, first_tile, first_tile + end,
+                           [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { First::store_row(shared, 16 * position(row_tile) + row, channel, values); });
     fence_async_proxy();
     __syncthreads();  // operand A and the barriers are there for all
 
     float *const keys = shared + C::KEYS, *const values = shared + C::VALUES;
     // A warp without tokens takes part in all: its first key is another warp's, and its result is not stored.
     const int first_key = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
-    float* const result = attended + static_cast<long long>(first_tile + tile) * (PAGES * 128);
+    float* const scratch = C::SCRATCH ? attended + static_cast<long long>(first_tile + tile) * (PAGES * 128) : nullptr;
+    float held[ROWS][OPERANDS][4] = {};
     Softmax softmax;
     int step = 0;
     {
@@ -178,27 +222,12 @@ struct Resident {
 {% else %}
         softmax.run(keys + first_key, values + first_key, lane, multiply_next);
 {% endif %}
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row)
-          if (tile + row < end) softmax.finish(result + row * (PAGES * 128), row, head, lane);
+        keep_result(softmax, held, shared + C::ATTENDED, scratch, tile, end, head, lane);
       }
       wgmma_wait<0>();  // there are none: this tells the compiler
     }
 
-    // A lane reads what it has written.
-#pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-#pragma unroll 4
-      for (int at = 0; at < Out::SUM / 32 * OPERANDS; ++at) {
-        float quads[2][4] = {};
-#pragma unroll
-        for (int next = 0; next < 2; ++next) {
-          const int page = (at / OPERANDS * 2 + next) * OPERANDS + at % OPERANDS;
-          if (tile + row < end && page < PAGES) load(quads[next], result + (row * PAGES + page) * 128 + 4 * lane);
-        }
-        Second::store_fragments(shared, at % OPERANDS, 16 * position(tile + row), at / OPERANDS, lane, quads);
-      }
-    }
+    fill(held, shared + C::ATTENDED, scratch, tile, end, lane);
     fence_async_proxy();
     __syncthreads();
 #pragma unroll 1

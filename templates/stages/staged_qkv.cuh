@@ -11,7 +11,7 @@ __device__ __forceinline__ void qkv({{ (["const Element* x"] + norms | declared)
       shared, shared + P::BUFFERS, qkv_weight, part, [](int) {},
       [&]() {
         // Operand A as fragments in the order [tile of the sum][row tile][page].
-        normalise_rows<C, 1>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
+        normalise_rows<C>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
           float* to = shared + channel / P::SUM_TILE * P::A_TILE;
 {% if quadruples %}
           constexpr int AT_ONCE = C::Math::STORED_TILES == 2 ? VEC : 2;

@@ -6,15 +6,12 @@ __device__ __forceinline__ void warpgroup_qkv({{ (["const Element* x"] + norms |
                                               float* query, float* key, float* value, int row_tiles, float* shared) {
   using P = typename C::Qkv;
   using Product = WarpgroupProduct<P>;
-  constexpr int VEC = NORM_VEC<C>;
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
   Product::run(
       shared, packed, part,
       [&](float* a) {
-        normalise_rows<C, P::NORM_PAIRS>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
-          Product::store_row(a, 16 * row_tile + g, channel, upper);
-          Product::store_row(a, 16 * row_tile + 8 + g, channel, lower);
-        });
+        normalise_by_groups<C>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles,
+                               [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { Product::store_row(a, 16 * row_tile + row, channel, values); });
       },
       [](int, int) {},
       [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {

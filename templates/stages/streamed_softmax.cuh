@@ -195,14 +195,28 @@ struct StreamedSoftmax {
     }
   }
 
+{% set inverse = "inverse_or_zero(" if spec.terms else "__fdividef(1.0f, " %}
   // The result of row tile `row`, to `to` as a row tile of operand A of the output product.
   __device__ __forceinline__ void finish(float* to, int row, int head, int lane) const {
-{% set inverse = "inverse_or_zero(" if spec.terms else "__fdividef(1.0f, " %}
     const float upper = {{ inverse }}row_sum(sum[row], 0)), lower = {{ inverse }}row_sum(sum[row], 1));
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       const float c[4] = {sums.result(row, j, 0) * upper, sums.result(row, j, 1) * upper, sums.result(row, j, 2) * lower, sums.result(row, j, 3) * lower};
       Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
+    }
+  }
+
+  // The same, a fragment of 16 channels after another: emit(step, quads) takes a lane's quadruples, of what is rounded and of the rests.
+  template <typename Emit>
+  __device__ __forceinline__ void result(int row, Emit emit) const {
+    const float upper = {{ inverse }}row_sum(sum[row], 0)), lower = {{ inverse }}row_sum(sum[row], 1));
+#pragma unroll
+    for (int step = 0; step < STEPS / 2; ++step) {
+      float c[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = sums.result(row, 2 * step + i / 4, i % 4) * (i % 4 < 2 ? upper : lower);
+      const typename Math::Tile tile = Math::tile(c[0], c[1]);
+      emit(step, reinterpret_cast<const float(&)[Math::PAGES][4]>(tile.part));
     }
   }
 

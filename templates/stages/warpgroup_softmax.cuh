@@ -220,14 +220,19 @@ struct WarpgroupSoftmax {
     return largest > S::LIMIT || least < S::FLOOR;
   }
 
-  // The result of row tile `row`, to `to` as a row tile of operand A of the output product.
-  __device__ __forceinline__ void finish(float* to, int row, int head, int lane) const {
+  // The result of row tile `row` as operand A, a fragment of 16 channels after another: emit(step, quads) takes a lane's quadruples.
+  template <typename Emit>
+  __device__ __forceinline__ void result(int row, Emit emit) const {
     const float upper = __fdividef(1.0f, group_sum<4>(sum[row][0])), lower = __fdividef(1.0f, group_sum<4>(sum[row][1]));
 #pragma unroll
-    for (int j = 0; j < STEPS; j += 2) {
-      const float(&a)[4] = out[row][j], (&b)[4] = out[row][j + 1];
-      const float c[2][4] = {{a[0] * upper, a[1] * upper, a[2] * lower, a[3] * lower}, {b[0] * upper, b[1] * upper, b[2] * lower, b[3] * lower}};
-      C::Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
+    for (int step = 0; step < STEPS / 2; ++step) {
+      float quads[1][4];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float(&c)[4] = out[row][2 * step + word / 2];
+        quads[0][word] = __uint_as_float(Format::pack(c[2 * (word % 2)] * (word % 2 ? lower : upper), c[2 * (word % 2) + 1] * (word % 2 ? lower : upper)));
+      }
+      emit(step, quads);
     }
   }
 };
