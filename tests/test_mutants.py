@@ -277,19 +277,19 @@ def share(name: str, pattern: str, replacement: str, *kinds: str, changes: tuple
 
 UNWRITTEN = ("race", "uninitialised", "wrong", "out_of_bounds")
 SHARES = (
-    share("all row tiles for both warps", r"\(turn \* C::HEAD_WARPS \+ Rows::sequence\(\) % C::HEAD_WARPS\)", "turn", *UNWRITTEN),
-    share("shares one after the other", r"turn \* C::HEAD_WARPS \+ (Rows::sequence\(\) % C::HEAD_WARPS)", r"turn + \1", *UNWRITTEN),
-    share("a share that is not there", r"GROUPS % C::HEAD_WARPS == 0 \|\| first_tile\(turn\) < TILES", "true", *UNWRITTEN),
-    share("the last share left out", r"first_tile\(turn\) < TILES", "first_tile(turn) < TILES - 1", *UNWRITTEN),
+    share("all row tiles for both warps", r"\(group \* C::HEAD_WARPS \+ Rows::sequence\(\) % C::HEAD_WARPS\)", "group", *UNWRITTEN),
+    share("shares one after the other", r"group \* C::HEAD_WARPS \+ (Rows::sequence\(\) % C::HEAD_WARPS)", r"group + \1", *UNWRITTEN),
+    share("a share that is not there", r"GROUPS % C::HEAD_WARPS == 0 \|\| first_tile\(group\) < TILES", "true", *UNWRITTEN),
+    share("the last share left out", r"first_tile\(group\) < TILES", "first_tile(group) < TILES - 1", *UNWRITTEN),
     share("sequences of all warps", r"Rows::sequence\(\) / C::HEAD_WARPS", "Rows::sequence()", *UNWRITTEN),
-    share("tokens of another row tile", r"first_tile\(turn\) - Rows::sequence\(\) \* ROWS;", "first_tile(turn);", *UNWRITTEN),
-    share("queries of the first turn for all", r"queries\[turn \* ROWS \+ i\]\}", "queries[0]}"),
+    share("tokens of another row tile", r"first_tile\(group\) - Rows::sequence\(\) \* ROWS;", "first_tile(group);", *UNWRITTEN),
+    share("queries of the first group for all", r"queries\[group \* ROWS \+ i\], lane", "queries[0], lane"),
     share("keys for values", r"shared \+ C::VALUE \+ page\(step", "shared + C::KEY + page(step"),
     share("keys and values exchanged", r"matrix == 1 \? C::KEY : C::VALUE", "matrix == 2 ? C::KEY : C::VALUE"),
     share("the first step's keys for all", r"shared \+ C::KEY \+ page\(step \* \(KEYS / 2\)", "shared + C::KEY + page(0"),
     share("keys of the first head for all", r"\(head\(\) \* SLICES \+ slice\)", "slice", "race"),
     share("rests of keys and values lost", r"made\.part\[p\]", "made.part[0]"),
-    share("result in the first turn's place", r"first_tile\(turn\) \+ i, head\(\)", "first_tile(0) + i, head()", *UNWRITTEN),
+    share("result in the first group's place", r"first_tile\(group\) \+ i, head\(\)", "first_tile(0) + i, head()", *UNWRITTEN),
     share("weights in turn, not packed", r"(Load\{weight, portion\}\)), held\.pack\(\);", r"\1;", changes=IN_TURN),
 )
 
