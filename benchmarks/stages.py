@@ -27,7 +27,7 @@ STAMPS = {
     "shared": ("start", "load + LayerNorm", "barrier", "QKV product", "barrier", "attention", "barrier", "output product"),
     "registers": ("start", "load + LayerNorm", "barrier", "QKV product + attention", "barrier", "output product"),
 }
-"""Where a kernel is stamped, by what becomes of q, k and v; of several rounds the last one's stamps remain."""
+"""Where a kernel is stamped, by what becomes of keys and values; of several rounds the last one's stamps remain."""
 MOST_BLOCKS, MOST_WARPS, MOST_STAMPS = 4096, 32, max(map(len, STAMPS.values()))
 _HEAD = f"""__device__ long long stamps[{MOST_BLOCKS}][{MOST_WARPS}][{MOST_STAMPS}];
 __device__ __forceinline__ void stamp(int stage) {{
@@ -102,7 +102,7 @@ def main(
         plan = SequencePlan(spec.problem(axis), config)
     except SpecError as error:
         raise SystemExit(f"error: {error}") from None
-    before, names = 0.0, STAMPS[config.heads]
+    before, names = 0.0, STAMPS["shared" if plan.keys_shared else "registers"]
     source = stamped(render(spec, {axis: config}), len(names))
     for name, value in zip(names, cycles(source, plan.warps, len(names), gpu.target), strict=True):
         Console().print(f"{name:18} {value:8.0f}  +{value - before:.0f}")

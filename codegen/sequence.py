@@ -40,8 +40,9 @@ class SequenceConfig(Config):
     heads: str = tunable(
         "shared", ("shared", "registers"), "q, k and v pass through shared memory, or stay in a head's warp", before="shared"
     )
+    head_warps: int = tunable(1, (1, 2, 4), "warps that share a head with heads=registers, each with some of the row tiles", before=1)
     sequences: int = tunable(1, (1, 2, 4, 8), "sequences a block computes at once")
-    warps: int = tunable(8, (1, 2, 4, 8, 12, 16), "warps of a block (with heads=registers one for each head and sequence)")
+    warps: int = tunable(8, (1, 2, 4, 8, 12, 16), "warps of a block (with heads=registers head_warps for each head and sequence)")
     qkv_rows: int = tunable(2, (1, 2, 4), "16-row tiles a warp computes at once in the QKV product")
     qkv_columns: int = tunable(3, (1, 2, 3, 4, 6), "8-column tiles a warp computes at once in the QKV product")
     out_rows: int = tunable(2, (1, 2, 4, 5), "16-row tiles a warp computes at once in the output product")
@@ -168,12 +169,24 @@ class SequencePlan:
 
     @property
     def in_registers(self) -> bool:
-        """Whether q, k and v of a head stay in the registers of one warp."""
+        """Whether q, k and v of a head stay in the registers of a warp, or q in those of the warps that share the head."""
         return self.config.heads == "registers"
 
     @property
+    def keys_shared(self) -> bool:
+        """Whether keys and values pass through shared memory."""
+        return not self.in_registers or self.config.head_warps > 1
+
+    @property
+    def head_tiles(self) -> int:
+        """Row tiles of a sequence that the busiest of a head's warps computes; they go to these by groups of qkv_rows."""
+        c = self.config
+        return _ceil(self.padded_length // 16, c.qkv_rows * c.head_warps) * c.qkv_rows
+
+    @property
     def warps(self) -> int:
-        return self.config.sequences * self.problem.block.heads if self.in_registers else self.config.warps
+        c = self.config
+        return c.sequences * self.problem.block.heads * c.head_warps if self.in_registers else c.warps
 
     @property
     def threads(self) -> int:
@@ -232,13 +245,13 @@ class SequencePlan:
 
     @cached_property
     def layout(self) -> Layout:
-        """`normed` is LayerNorm's result; `query` also (in registers: only) receives the attention's result; `kept` is x, if kept. The
-        rows of normed, query and key are fragments of 16 rows by 8 columns; those of value and kept are
-        tokens, of kept eight of them in the order of kept_place."""
+        """`normed` is LayerNorm's result; `query` also (in registers: only) receives the attention's result; `key` and `value` are there
+        where these are shared; `kept` is x, if kept. The rows of normed, query and key are fragments of 16 rows by 8 columns; those of
+        value and kept are tokens, of kept eight of them in the order of kept_place."""
         c = self.config
         return _layout(
             self.config.math, self.rows, self.padded_dim, self.inner, self.dim, self.problem.block.itemsize,
-            c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding, self.in_registers,
+            c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding, self.keys_shared,
         )  # fmt: skip
 
     @property
@@ -259,8 +272,9 @@ class SequencePlan:
             return int(tiles * depth // 4 * self.operand_words)
 
         if self.in_registers:
-            parts, tiles, slices = int(2 * self.operand_words), self.padded_length // 16, self.padded_head_dim // 16
-            operands, last = 4 * parts * 3 * tiles * slices, 4 * parts * c.qkv_rows * self.qkv_columns // 2
+            parts, tiles, slices = int(2 * self.operand_words), self.head_tiles, self.padded_head_dim // 16
+            matrices = 1 if self.keys_shared else 3  # that stay
+            operands, last = 4 * parts * matrices * tiles * slices, 4 * parts * c.qkv_rows * min(matrices, self.qkv_columns // 2)
             weights, out_weights = held(self.qkv_columns, self.padded_dim), held(c.out_columns, self.inner)
             kept = weights + out_weights if c.rounds > 1 else 0
             early = out_weights if kept or c.prefetch == "both" else 0
@@ -269,7 +283,8 @@ class SequencePlan:
             project = weights + operands - last + 4 * parts * c.qkv_rows * (self.qkv_columns + 1) + early
             attend = weights * (kept > 0) + early + operands * (tiles - 1) // tiles + 4 * parts * (c.key_tile // 8 + 2 * slices)
             out = kept + out_weights * (not kept) + 4 * parts * c.out_rows * (c.out_columns + 1)
-            return 24 + max(project, attend, out)
+            # Shares of 65 tokens, 128 channels have been compiled in so few without spills: 124 (fp16x3, 2 warps a head), 64 (bf16, 4).
+            return (12 if self.keys_shared else 24) + max(project, attend, out)
 
         def product(rows: int, tiles: int, fragment: int, depth: int) -> int:
             operand_b = held(tiles, depth) if c.weights == "hold" else tiles * fragment * (1 if self.tensor_cores else 2)
@@ -290,12 +305,15 @@ class SequencePlan:
         registers = min(target.registers_per_thread, target.registers_per_sm // (self.threads * blocks))
         dtype = self.problem.block.dtype
         tiles = self.padded_length // 16 if self.in_registers else self.row_tiles  # that a warp of the QKV product may take together
+        groups = tiles // c.qkv_rows
         hold = c.weights == "hold" or self.in_registers
         together = c.sequences * c.rounds
         rules = (
             (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
             (self.half or not self.in_registers, f"{c.math} has no operands that could stay in registers"),
-            (self.warps <= 32, f"{self.warps} heads are more than the 32 warps of a block"),
+            (self.in_registers or c.head_warps == 1, "only heads in registers are shared by warps"),
+            (c.head_warps <= max(1, groups), f"a head's {c.head_warps} warps are more than its {groups} groups of qkv_rows row tiles"),
+            (self.warps <= 32, f"the heads' {self.warps} warps are more than the 32 of a block"),
             (c.rounds == 1 or self.keeps_weights, "further rounds need weights that stay in registers"),
             (self.tensor_cores or c.weights == "stream", "ffma cannot hold weights in registers"),
             (self.tensor_cores or c.fragment == 2, "ffma needs fragment 2"),
@@ -327,7 +345,7 @@ class SequencePlan:
 @lru_cache(maxsize=4096)
 def _layout(
     math: str, rows: int, padded_dim: int, inner: int, dim: int, itemsize: int,
-    fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool, in_registers: bool,
+    fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool, keys_shared: bool,
 ) -> Layout:  # fmt: skip
     parts = HALF_PARTS.get(math, 0)
     per_page = 8 * 2 // (parts or 2)  # columns
@@ -337,7 +355,7 @@ def _layout(
         ("normed", rows // 16 * (padded_dim // per_page), 128, (norm_store(parts, fragment, norm_lanes, norm_vector), _QUADRUPLES[1])),
         ("query", pages, 128, _QUADRUPLES),
     ]
-    if not in_registers:
+    if keys_shared:
         buffers.append(("key", pages, 128, _QUADRUPLES))
         buffers.append(("value", pages, 128, _QUADRUPLES) if parts else ("value", rows, inner, values))
     if keep:

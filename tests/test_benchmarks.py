@@ -581,10 +581,13 @@ def test_stamps_stand_at_each_stages_end_and_compile() -> None:
     spec = BlockSpec(16, 2, 5, 7, axes=("row",))
     config = default(spec.problem("row"), to)
     assert config is not None
-    for heads, names in STAMPS.items():
-        source = stamped(render(spec, {"row": replace(config, heads=heads, qkv_columns=2)}), len(names))
+    shares = BlockSpec(16, 2, 5, 17, axes=("row",))
+    split = replace(config, head_warps=2, qkv_rows=1, out_rows=1)
+    kernels = [(spec, replace(config, heads=heads, qkv_columns=2), STAMPS[heads]) for heads in STAMPS]
+    for block, chosen, names in (*kernels, (shares, split, STAMPS["shared"])):
+        source = stamped(render(block, {"row": chosen}), len(names))
         assert [source.text.count(f"  stamp({stage});\n") for stage in range(len(names))] == [1] * len(names)
-    assert compile_source(source, to).resources["axial_row"].registers > 16
+        assert compile_source(source, to).resources["axial_row"].registers > 16
     both = default(spec.problem("row"), to)
     two = BlockSpec(16, 2, 5, 7)
     with pytest.raises(SpecError, match="only the sequence family"):

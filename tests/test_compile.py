@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from codegen.render import TEMPLATES, Kernel, Source, render
-from codegen.sequence import default
+from codegen.sequence import SequencePlan, default
 from codegen.spec import DTYPES, BlockSpec
 from codegen.target import target
 from tuner.compile import CompileCrash, CompileError, Compilers, CompileTimeout, compile_source, first_error
@@ -36,6 +36,19 @@ def test_default_configuration_compiles(arch, dtype):
         used = compiled.resources[kernel.name]
         assert 16 <= used.registers <= 255 and used.local_bytes == 0 and used.shared_bytes == kernel.shared_bytes
     assert compiled.seconds > 0
+
+
+def test_warps_that_share_a_head_need_no_local_memory():
+    """65 tokens of 128 channels in fp16x3, where one warp spills. And the plan's estimate of registers, which refuses configurations, is
+    from below."""
+    goal, spec = target("sm_90"), BlockSpec(dim=128, heads=8, height=65, width=65, axes=("row",))
+    alone = default(spec.problem("row"), goal)
+    assert alone is not None
+    two = replace(alone, head_warps=2, qkv_columns=2, qkv_rows=1, out_rows=1, norm_lanes=8, prefetch="none")
+    plan = SequencePlan(spec.problem("row"), two)
+    assert not plan.reasons(goal)
+    used = compile_source(render(spec, {"row": two}), goal).resources["axial_row"]
+    assert used.local_bytes == 0 and plan.registers <= used.registers <= 128
 
 
 @pytest.mark.parametrize(

@@ -27,21 +27,22 @@ DTYPES = {"fp16x3": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHAPES = ((64, 4, 32, 32), (128, 8, 65, 65), (96, 3, 20, 17), (40, 5, 9, 24))
 
 
-def plans(math: str, heads: str) -> list[SequencePlan]:
+def plans(math: str, heads: str, head_warps: int = 1) -> list[SequencePlan]:
     found = []
     for (dim, count, height, width), lanes in itertools.product(SHAPES, (4, 8, 16, 32)):
         problem = BlockSpec(dim, count, height, width, dtype=DTYPES[math]).problem("row")
         start = default(problem, SM90, math)
         assert start is not None
-        found.append(SequencePlan(problem, dataclasses.replace(start, heads=heads, norm_lanes=lanes, residual="shared")))
+        config = dataclasses.replace(start, heads=heads, head_warps=head_warps, norm_lanes=lanes, residual="shared")
+        found.append(SequencePlan(problem, config))
     return found
 
 
-@pytest.mark.parametrize("heads", ["shared", "registers"])
+@pytest.mark.parametrize("heads, head_warps", [("shared", 1), ("registers", 1), ("registers", 2)])
 @pytest.mark.parametrize("math", HALF_PARTS)
-def test_operands_of_16_bits_are_stored_and_read_without_conflicts(math: str, heads: str) -> None:
-    for plan in plans(math, heads):
-        names = {"normed", "query", "kept"} | ({"key", "value"} if heads == "shared" else set())
+def test_operands_of_16_bits_are_stored_and_read_without_conflicts(math: str, heads: str, head_warps: int) -> None:
+    for plan in plans(math, heads, head_warps):
+        names = {"normed", "query", "kept"} | (set() if (heads, head_warps) == ("registers", 1) else {"key", "value"})
         assert {buffer.name for buffer in plan.layout.buffers} == names
         for name in names:
             conflicts = plan.layout[name].conflicts()

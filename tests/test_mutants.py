@@ -21,6 +21,7 @@ from codegen.spec import BlockSpec
 from codegen.target import target
 from emulated import error_of
 from tuner.emulator import EmulationError
+from tuner.space import space
 
 TARGET = target("sm_90")
 TOLERANCE = 1e-5
@@ -81,7 +82,7 @@ def legal_sample(spec: BlockSpec, seed: int) -> dict[str, SequenceConfig]:
     tunables = SequenceConfig.tunables() | {"math": FP32_MATHS if spec.dtype == "float32" else DTYPE_MATHS[spec.dtype]}
     configs: dict[str, SequenceConfig] = {}
     for axis in spec.axes:
-        for _ in range(20_000):
+        for _ in range(60_000):
             config = SequenceConfig(**{name: rng.choice(values) for name, values in tunables.items()})  # type: ignore[arg-type]
             if not SequencePlan(spec.problem(axis), config).reasons(TARGET):
                 configs[axis] = config
@@ -108,6 +109,26 @@ def test_random_configurations_are_right_and_clean(spec: BlockSpec, seed: int, d
     configs = legal_sample(spec, seed)
     error = error_of(render(spec, configs), cache, order=f"random:{seed}")
     assert error <= TOLERANCES[dtype], f"{configs}: {error}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_shares_of_a_head_are_right_and_clean(seed: int, cache: Path) -> None:
+    """Two or four warps a head, with equal and unequal shares, one axis so and the other not, and what a block may have beside."""
+    draw = random.Random(seed)
+    dtype, warps = draw.choice(tuple(DTYPE_MATHS)), 4 if seed % 4 == 3 else 2
+    dim, heads = draw.choice(((24, 2), (33, 1), (40, 5), (64, 4), (18, 3)))
+    more = draw.choice(({}, {"qkv_bias": True, "norm": "rms"}, {"head_dim": 12, "post_norm": True}, {"key_mask": True, "logit_bias": True}))
+    length = draw.choice((50, 64, 65) if warps == 4 else (17, 32, 33, 48, 65))
+    axes = draw.choice((("row",), ("col",), ("row", "col")))
+    height, width = (length, draw.choice((2, 5))) if axes == ("col",) else (draw.choice((2, 5)), length)
+    spec = BlockSpec(dim, heads, height, width, 1, dtype, axes, **more)
+    configs = {}
+    for axis in axes:
+        problem, shared = spec.problem(axis), spec.problem(axis).length == length
+        configs[axis] = space(problem, TARGET, fixed={"heads": "registers", "head_warps": warps if shared else 1}).random(draw)
+    source = render(spec, configs)
+    assert "HEAD_WARPS" in source.text
+    assert error_of(source, cache, order=f"random:{seed}") <= TOLERANCES[dtype], (spec, configs)
 
 
 @pytest.mark.parametrize(("dtype", "math"), ALL_MATHS)
@@ -245,8 +266,35 @@ REGISTERS = (
     registers("rounds that skip", r"first \+= Row::SEQUENCES", "first += 2", "wrong", "block_conflict", changes=ROUNDS, spec=FIVE),
 )
 
+THREE = BlockSpec(dim=24, heads=2, height=3, width=37, batch=1, axes=("row",))  # row tiles, of which one warp of a head has two
+SHARED = (("head_warps", 2), ("sequences", 1), ("qkv_rows", 1), ("out_rows", 1), ("key_tile", 16))
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *REGISTERS], ids=lambda mutant: mutant.name)
+
+def share(name: str, pattern: str, replacement: str, *kinds: str, changes: tuple = ()) -> Mutant:
+    """A mutant of a kernel in which two warps share a head."""
+    return registers(name, pattern, replacement, *kinds, changes=(*SHARED, *changes), spec=THREE)
+
+
+UNWRITTEN = ("race", "uninitialised", "wrong", "out_of_bounds")
+SHARES = (
+    share("all row tiles for both warps", r"\(group \* C::HEAD_WARPS \+ Rows::sequence\(\) % C::HEAD_WARPS\)", "group", *UNWRITTEN),
+    share("shares one after the other", r"group \* C::HEAD_WARPS \+ (Rows::sequence\(\) % C::HEAD_WARPS)", r"group + \1", *UNWRITTEN),
+    share("a share that is not there", r"GROUPS % C::HEAD_WARPS == 0 \|\| first_tile\(group\) < TILES", "true", *UNWRITTEN),
+    share("the last share left out", r"first_tile\(group\) < TILES", "first_tile(group) < TILES - 1", *UNWRITTEN),
+    share("sequences of all warps", r"Rows::sequence\(\) / C::HEAD_WARPS", "Rows::sequence()", *UNWRITTEN),
+    share("tokens of another row tile", r"first_tile\(group\) - Rows::sequence\(\) \* ROWS;", "first_tile(group);", *UNWRITTEN),
+    share("queries of the first group for all", r"queries\[group \* ROWS \+ i\], lane", "queries[0], lane"),
+    share("keys for values", r"shared \+ C::VALUE \+ page\(step", "shared + C::KEY + page(step"),
+    share("keys and values exchanged", r"matrix == 1 \? C::KEY : C::VALUE", "matrix == 2 ? C::KEY : C::VALUE"),
+    share("the first step's keys for all", r"shared \+ C::KEY \+ page\(step \* \(KEYS / 2\)", "shared + C::KEY + page(0"),
+    share("keys of the first head for all", r"\(head\(\) \* SLICES \+ slice\)", "slice", "race"),
+    share("rests of keys and values lost", r"made\.part\[p\]", "made.part[0]"),
+    share("result in the first group's place", r"first_tile\(group\) \+ i, head\(\)", "first_tile(0) + i, head()", *UNWRITTEN),
+    share("weights in turn, not packed", r"(Load\{weight, portion\}\)), held\.pack\(\);", r"\1;", changes=IN_TURN),
+)
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *REGISTERS, *SHARES], ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, cache: Path) -> None:
     how = caught(
         edited(source_of(mutant.spec, mutant.math, **dict(mutant.changes)), mutant.pattern, mutant.replacement), cache, mutant.scale
@@ -277,9 +325,18 @@ def test_every_missing_barrier_is_caught(dtype: str, math: str, cache: Path) -> 
             assert how in ("race", "uninitialised"), f"{name} of line {line} can be left out: {how or 'nothing'} was reported"
 
 
-@pytest.mark.parametrize("spec, changes, count", [(ROWS, (), 2), (FIVE, ROUNDS, 2), (FIVE, (*ROUNDS, ("residual", "shared")), 3)])
+@pytest.mark.parametrize(
+    "spec, changes, count",
+    [
+        (ROWS, (), 2),
+        (FIVE, ROUNDS, 2),
+        (FIVE, (*ROUNDS, ("residual", "shared")), 3),
+        (THREE, SHARED, 3),
+        (FIVE, (*ROUNDS, ("head_warps", 2)), 3),
+    ],
+)
 def test_with_registers_two_barriers_are_needed_and_enough(spec: BlockSpec, changes: tuple, count: int, cache: Path) -> None:
-    """And a third where the next round's tokens take the place of those that are kept for the residual."""
+    """And a third where the next round's tokens take the place of those that are kept for the residual, or where warps share a head."""
     source = source_of(spec, "fp16x3", heads="registers", **dict(changes))
     assert caught(source, cache) == "" and len(kernel_barriers(source, "__syncthreads")) == count
     for which in range(count):

@@ -72,6 +72,18 @@ def test_registers_spare_shared_memory_and_rounds_the_weights(math: str, dtype: 
         assert parts(several, resources(), H200).issue < 0.9 * parts(kept, resources(), H200).issue
 
 
+@pytest.mark.parametrize("math, dtype", [("fp16x3", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_a_second_warp_a_head_shortens_the_chain_at_the_price_of_weights_and_shared_memory(math: str, dtype: str) -> None:
+    block = BlockSpec(dtype=dtype)
+    common = {"math": math, "qkv_rows": 1, "norm_lanes": 16, "out_columns": 1}
+    alone, two = (parts(registers(block, **common, head_warps=warps), resources(), H200) for warps in (1, 2))
+    assert two.serial < 0.8 * alone.serial and two.tensor == alone.tensor
+    assert two.weights > 1.2 * alone.weights and two.shared > alone.shared and two.issue > alone.issue
+    deeplab = BlockSpec(dim=128, heads=8, height=65, width=65, dtype=dtype)  # 5 row tiles: 3 and 2
+    chosen = registers(deeplab, math=math, head_warps=2, qkv_rows=1, out_rows=1, qkv_columns=2, prefetch="none")
+    assert chosen.head_tiles == 3 and chosen.warps == 16
+
+
 def test_growing_any_part_never_shortens_the_time() -> None:
     base = {name: 1.0 for name in NAMES}
     for name in NAMES:

@@ -171,8 +171,8 @@ def test_configuration_from_text():
 
 
 def test_a_configuration_older_than_a_tunable_has_what_was_before_it() -> None:
-    old = {name: value for name, value in SequenceConfig(warps=4).to_dict().items() if name not in ("heads", "rounds")}
+    old = {name: value for name, value in SequenceConfig(warps=4).to_dict().items() if name not in ("heads", "head_warps", "rounds")}
     config = SequenceConfig.from_dict(old)
-    assert (config.heads, config.rounds, config.warps) == ("shared", 1, 4)
+    assert (config.heads, config.head_warps, config.rounds, config.warps) == ("shared", 1, 1, 4)
     with pytest.raises(SpecError, match="missing sequences"):
         SequenceConfig.from_dict({name: value for name, value in old.items() if name != "sequences"})

@@ -119,6 +119,10 @@ def test_what_registers_do_not_use_has_one_representative() -> None:
         ({"rounds": 2, "qkv_columns": 2}, "weights that stay"),
         ({"rounds": 16, "sequences": 8}, "there are only 32 sequences"),
         ({"qkv_rows": 4}, "qkv_rows 4 does not divide 2"),
+        ({"head_warps": 2, "heads": "shared"}, "only heads in registers"),
+        ({"head_warps": 2, "qkv_rows": 2}, "a head's 2 warps are more than its 1 groups"),
+        ({"head_warps": 4, "qkv_rows": 1}, "a head's 4 warps are more than its 2 groups"),
+        ({"head_warps": 2, "qkv_rows": 1, "sequences": 8}, "64 warps are more than the 32"),
     ],
 )
 def test_registers_and_rounds_say_what_they_need(changed: dict, reason: str) -> None:

@@ -212,24 +212,27 @@ def _product(
 
 
 def _heads(plan: SequencePlan) -> _Stage:
-    """QKV product and attention of warps that have one head and sequence each, and keep q, k and v in registers."""
+    """QKV product and attention of warps that have a head of a sequence each, and keep its q, k and v in registers, or some row tiles of
+    a head, and read k and v from shared memory. All of these read the head's weights."""
     c, cost, steps = plan.config, MATHS[plan.config.math], plan.padded_dim // 8
     rows, head = plan.padded_length // 16, plan.padded_head_dim // 8
+    heads = plan.warps // c.head_warps
     columns, passes = 3 * head, 3 * head // plan.qkv_columns
     read = columns * steps * (1.5 * cost.weights * 2 / c.fragment + cost.split_weights) / c.rounds
-    project = rows * (steps * (passes * cost.load_a + columns * cost.product) + columns * (2 + 2 * cost.split_pair) + head * 2)
+    project = steps * (passes * cost.load_a + columns * cost.product) + columns * (2 + 2 * cost.split_pair) + head * 2
     keys, key_steps = c.key_tile // 8, plan.padded_length // c.key_tile
     products = 2 * keys * head * cost.product
-    attend = rows * (
-        key_steps * (products + 14 * keys + 2 * keys * cost.split_pair + 2 * (8 + 2 * head)) + head * (6 + 2 * cost.split_pair)
-    )
-    warp = read + project + attend + rows * key_steps * term_instructions(plan.problem, keys)
-    tiles = plan.warps * rows * (columns * steps + 2 * keys * key_steps * head)
-    wavefronts = plan.warps * 8 * plan.operand_words * rows * (passes * steps + head) / 2
+    attend = key_steps * (products + 14 * keys + 2 * keys * cost.split_pair + 2 * (8 + 2 * head)) + head * (6 + 2 * cost.split_pair)
+    attend += key_steps * term_instructions(plan.problem, keys)
+    passed = head * (2 + 2 * rows) if plan.keys_shared else 0  # tiles: a row tile's k and v are stored, those of all are loaded
+    attend += passed * plan.operand_words
+    tiles = heads * rows * (columns * steps + 2 * keys * key_steps * head)
+    wavefronts = heads * 8 * plan.operand_words * rows * (passes * steps + head + passed) / 2
     weight_bytes = plan.warps * columns * 8 * plan.padded_dim * plan.problem.block.itemsize / c.rounds
-    weight_bytes += plan.warps * rows * 16 * term_bytes(plan.problem)
+    weight_bytes += heads * rows * 16 * term_bytes(plan.problem)
     first = c.prefetch != "none" or c.rounds > 1
-    return _Stage(warp, plan.warps * warp, 0.2 * L2_CYCLES * (passes - first), tiles, wavefronts, weight_bytes)
+    warp, block = read + plan.head_tiles * (project + attend), plan.warps * read + heads * rows * (project + attend)
+    return _Stage(warp, block, 0.2 * L2_CYCLES * (passes - first), tiles, wavefronts, weight_bytes)
 
 
 def term_instructions(problem: AxisProblem, keys: int) -> float:
