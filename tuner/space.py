@@ -46,7 +46,8 @@ def parse_fixed(texts: Iterable[str]) -> dict[str, Value]:
     """`name=value` texts of a command line as values of tunables, or of `family`; SpecError with the choices when one is not."""
     tunables: dict[str, tuple[Value, ...]] = {"family": tuple(FAMILIES)}
     for family in FAMILIES.values():
-        tunables |= family.config.tunables()
+        for name, values in family.config.tunables().items():
+            tunables[name] = tuple(dict.fromkeys((*tunables.get(name, ()), *values)))
     fixed: dict[str, Value] = {}
     for text in texts:
         name, equals, word = text.partition("=")
