@@ -262,6 +262,9 @@ def space(
             raise SpecError(f"math {value} is not for {dtype}: choose {' or '.join(maths)}")
         if name == "math" and value not in maths:
             raise SpecError(f"math {value} cannot hold a tolerance of {tolerance:g}: relax it with --tolerance above {TF32_TOLERANCE:g}")
+        if name != "math" and value not in kind.config.tunables()[name]:
+            choices = ", ".join(map(str, kind.config.tunables()[name]))
+            raise SpecError(f"{name} of the {family} family must be one of {choices}, not {value}")
         values[name] = (value,)
     preferred = (*values["math"], *maths) if len(values["math"]) == 1 else kind.maths[dtype]
     starts = [start for math in preferred for start in kind.starts(problem, target, str(math))]
