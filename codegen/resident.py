@@ -25,7 +25,7 @@ from codegen.spec import AxisProblem
 from codegen.streamed_attention import Attention
 from codegen.streamed_plan import StreamedPlan, ceil_div
 from codegen.target import Target
-from codegen.warpgroup_product import SUM_TILE, WARPS, WarpgroupProduct
+from codegen.warpgroup_product import SUM_TILE, SUM_TILES, WARPS, WarpgroupProduct
 
 DTYPE_MATHS = {dtype: tuple(math for math in maths if math in HALF_PARTS) for dtype, maths in ALL_MATHS.items()}
 _MATHS = tuple(math for maths in DTYPE_MATHS.values() for math in maths)
@@ -43,7 +43,8 @@ class ResidentConfig(Config):
     sequences: int = tunable(1, (1, 2, 4, 8), "sequences of a block")
     rows: int = tunable(1, (1, 2, 4), "16-row tiles of a warp")
     overlap: bool = tunable(True, (True, False), "multiply for the next head while a head's attention is computed")
-    stages: int = tunable(3, (2, 3, 4), "buffers for weights under way")
+    sum_tile: int = tunable(64, SUM_TILES, "indices of the sum in one step of the products")
+    stages: int = tunable(3, (2, 3, 4, 5, 6), "buffers for weights under way, a step each")
     attention: str = tunable("mma", ("mma", "wgmma"), "attention: instructions, mma.sync or Hopper's wgmma")
     key_tile: int = tunable(32, (16, 32, 48, 64, 80, 128), "keys of one step of the streaming softmax")
     sums: str = tunable("add", ("add", "product"), "sums of the attention's weights by additions, or by one more product")
@@ -73,7 +74,8 @@ class ResidentPlan(StreamedPlan):
         c = self.config
         return WarpgroupProduct(
             operands=max(1, self.parts), warp_columns=columns, down=self.warps, stages=c.stages, parts=1, blocks=c.blocks,
-            sum=ceil_div(sum, SUM_TILE) * SUM_TILE, all_columns=all_columns, copy=copy, run=run, warp_rows=c.rows,
+            sum=ceil_div(sum, SUM_TILE) * SUM_TILE, all_columns=all_columns, copy=copy, run=run, sum_tile=c.sum_tile,
+            warp_rows=c.rows,
         )  # fmt: skip
 
     @cached_property

@@ -31,7 +31,7 @@ from codegen.streamed_attention import careful as careful_attention
 from codegen.streamed_plan import StreamedPlan, ceil_div
 from codegen.target import Target
 from codegen.tiled_product import Product
-from codegen.warpgroup_product import COLUMN_TILES, SUM_TILE, WARPS, WarpgroupProduct
+from codegen.warpgroup_product import COLUMN_TILES, SUM_TILE, SUM_TILES, WARPS, WarpgroupProduct
 
 # The first is the one to start from: fp16x3, because TF32's sums truncate, which over a sum of 256 cost the H200 1.1e-5 of the scale.
 DTYPE_MATHS = sequence.DTYPE_MATHS | {"float32": ("fp16x3", "tf32x3", "ffma", "tf32")}
@@ -107,7 +107,7 @@ class StagedPlan(StreamedPlan):
             run = self.run(warp_columns) if group == "out" else 2
             padded = ceil_div(sum, SUM_TILE) * SUM_TILE
             copy = min(copy, 2) if group == "out" else copy  # neighbours of the sum that are neighbours in operand A too
-            return WarpgroupProduct(max(1, self.parts), warp_columns, down, stages, parts, blocks, padded, columns, copy, run)
+            return WarpgroupProduct(max(1, self.parts), warp_columns, down, stages, parts, blocks, padded, columns, copy, run, tile)
         shape: dict[str, Any] = {name: getattr(c, f"{group}_{name}") for name in _PRODUCT}
         shape["warps_across"] = shape.pop("across")
         return Product(
@@ -207,7 +207,7 @@ class StagedPlan(StreamedPlan):
             (across == 1, f"{group}_across {across}: all columns of a block are one warpgroup's"),
             (down % WARPS == 0, f"{group}_down {down}: a warpgroup is {WARPS} warps"),
             (columns in COLUMN_TILES, f"{group}_warp_columns {columns} is not of wgmma: {', '.join(map(str, COLUMN_TILES))}"),
-            (sum_tile == SUM_TILE, f"{group}_sum_tile {sum_tile}: a row of wgmma's operands is {SUM_TILE}"),
+            (sum_tile in SUM_TILES, f"{group}_sum_tile {sum_tile} is not of wgmma: {', '.join(map(str, SUM_TILES))}"),
         ]
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from codegen.layout import Access
 
+SUM_TILES = (32, 64)
+"""Indices of the sum in one step: rows of 64 or 128 bytes in the buffers. Of the same bytes, smaller steps have more under way."""
 SUM_TILE = 64
 """Indices of the sum in one step: a swizzled row of 128 bytes."""
 ROW = 32
@@ -59,7 +61,7 @@ class WarpgroupProduct:
     @property
     def b_tile(self) -> int:
         """Words of what one step needs of operand B."""
-        return self.operands * self.columns * ROW
+        return self.operands * self.columns * self.sum_tile // 2
 
     @property
     def buffers(self) -> int:
@@ -82,7 +84,7 @@ class WarpgroupProduct:
     @property
     def packed(self) -> int:
         """Words that the packed weights take."""
-        return self.column_tiles * (self.sum // SUM_TILE) * self.b_tile
+        return self.column_tiles * (self.sum // self.sum_tile) * self.b_tile
 
     @property
     def chunks(self) -> int:

@@ -62,12 +62,12 @@ struct Resident {
                                                   const float* packed_out, int step, int sum_tile) {
     using Product = WarpgroupProduct<P>;
     const int stage = step % STAGES, warpgroup = threadIdx.x / 128;
-    const unsigned long long b = matrix_descriptor(shared + C::RING + stage * C::RING_TILE);
+    const unsigned long long b = matrix_descriptor<Product::ROW>(shared + C::RING + stage * C::RING_TILE);
     wait_for_bulk_copy(shared + C::BARRIERS + 2 * stage, step / STAGES % 2);
     wgmma_fence();
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      const unsigned long long a = matrix_descriptor(shared + (SAME<P, Out> ? C::ATTENDED : 0) + sum_tile * Product::A_TILE + (warpgroup * ROWS + row) * (64 * SWIZZLED_ROW));
+      const unsigned long long a = Product::rows(shared + (SAME<P, Out> ? C::ATTENDED : 0), sum_tile, warpgroup * ROWS + row);
 #pragma unroll
       for (int k = 0; k < P::SUM_TILE / 16; ++k) {
         if constexpr (OPERANDS == 2) {

@@ -16,7 +16,8 @@ struct WarpgroupProduct {
   using Format = typename HalfFormat<Math>::Format;
   static constexpr int OPERANDS = HalfFormat<Math>::OPERANDS, TILES = P::WARP_COLUMN_TILES, ROWS = 16 * P::ROW_TILES;
   static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
-  static constexpr int A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = SUM_TILES * A_TILE, B_OPERAND = P::COLUMNS * SWIZZLED_ROW;
+  static constexpr int ROW = P::SUM_TILE / 2, B_OPERAND = P::COLUMNS * ROW;  // words of a row of a buffer, of an operand in it
+  static constexpr int A_INDICES = 2 * SWIZZLED_ROW, A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = P::SUM / A_INDICES * A_TILE;
 
   // N neighbouring indices from `index` on of a row, into operand A.
   template <int N>
@@ -29,7 +30,13 @@ struct WarpgroupProduct {
       for (int which = 0; which < OPERANDS; ++which) words[which][i / 2] = split.part[which];
     }
 #pragma unroll
-    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / P::SUM_TILE * A_TILE + swizzled(row, index % P::SUM_TILE), words[which]);
+    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / A_INDICES * A_TILE + swizzled(row, index % A_INDICES), words[which]);
+  }
+
+  // Operand A's 64 rows number `rows` in tile `sum_tile` of the sum.
+  static __device__ __forceinline__ unsigned long long rows(const float* a, int sum_tile, int rows) {
+    const int index = sum_tile * P::SUM_TILE;
+    return matrix_descriptor(a + index / A_INDICES * A_TILE + rows * (64 * SWIZZLED_ROW)) + index % A_INDICES / 8;
   }
 
   // Two neighbouring fragments of 16 rows from `row` on, numbers 2 `pair` and 2 `pair` + 1 in the sum, into operand A: a lane has words (g, k), (g+8, k),
@@ -72,8 +79,7 @@ struct WarpgroupProduct {
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
         const int stage = step % P::STAGES;
-        const unsigned long long a = matrix_descriptor(shared + sum_tile * A_TILE + warpgroup * (64 * SWIZZLED_ROW));
-        const unsigned long long b = matrix_descriptor(shared + P::BUFFERS + stage * P::B_TILE);
+        const unsigned long long a = rows(shared, sum_tile, warpgroup), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
         wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, step / P::STAGES % 2);
         wgmma_fence();
 #pragma unroll
@@ -106,7 +112,8 @@ struct WarpgroupProduct {
   // Kernel 0: eight neighbouring weights of a column, number `chunk` of them all, to where a bulk copy takes them from: tiles of the columns
   // and in them of the sum, each as a buffer holds it. Weights are split here, once for all blocks.
   static __device__ __forceinline__ void pack(const Element* __restrict__ weight, float* packed, int chunk) {
-    const int k = chunk % 8 * 8, column = chunk / 8 % P::COLUMNS, tile = chunk / 8 / P::COLUMNS;
+    constexpr int CHUNKS = P::SUM_TILE / 8;  // of a row
+    const int k = chunk % CHUNKS * 8, column = chunk / CHUNKS % P::COLUMNS, tile = chunk / CHUNKS / P::COLUMNS;
     const int row = tile / SUM_TILES * P::COLUMNS + result_column<P::RUN>(column), index = tile % SUM_TILES * P::SUM_TILE + k;
     float values[8] = {};
     constexpr int N = P::COPY;
@@ -122,7 +129,7 @@ struct WarpgroupProduct {
         values[i] = two[0];
       }
     }
-    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled(column, k);
+    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled<ROW>(column, k);
     unsigned words[OPERANDS][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
