@@ -13,10 +13,9 @@ composes anew (templates/stages/resident.cuh).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from codegen.config import Config, tunable
 from codegen.sequence import DTYPE_MATHS as ALL_MATHS
@@ -212,35 +211,43 @@ class ResidentPlan(StreamedPlan):
 
 def default(problem: AxisProblem, target: Target, math: str | None = None) -> ResidentConfig | None:
     """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
-    maths = DTYPE_MATHS[problem.block.dtype] if math is None else (math,)
-    found = (config for m in maths for config in _careful(problem, m) if not ResidentPlan(problem, config).reasons(target))
-    return next(found, None)
-
-
-def _careful(problem: AxisProblem, math: str) -> Iterator[ResidentConfig]:
-    """Candidates from fast to frugal: two blocks on a multiprocessor, so that one multiplies while the other computes exponentials, or
-    else one of 256 rows; the tricks of attention as in `staged`."""
-    short = math in ("bf16", "fp16") and problem.block.head_dim <= 32
-    polynomial = (2 if problem.block.head_dim <= 16 else 1) if short and not problem.block.logit_bias else 0
-    tiles = ceil_div(problem.length, 16)
-    columns = [n for n in (16, 8, 4) if n <= max(4, ceil_div(problem.block.dim, 8))]
-    for blocks, rows, sequences, overlap, stages, key_tile, out_columns in itertools.product(
-        (2, 1), (1, 2, 4), (1, 2, 4, 8), (True, False), (4, 3, 2), (32, 80, 48, 16), columns
-    ):
-        tokens = 16 * sequences * tiles
-        if tokens > 512 or (sequences > 1 and tokens > 256) or tokens < 128 <= 8 * tokens // sequences:
-            continue
-        yield ResidentConfig(
-            math=math, sequences=sequences, rows=rows, overlap=overlap, stages=stages, key_tile=key_tile,
-            sums="product" if short else "add", polynomial=polynomial, out_columns=out_columns, blocks=blocks,
-        )  # fmt: skip
+    for each in DTYPE_MATHS[problem.block.dtype] if math is None else (math,):
+        for attention, overlap in itertools.product(_attentions(problem), (False, True)):
+            if found := _careful(problem, target, each, attention, overlap):
+                return found
+    return None
 
 
 def alternatives(problem: AxisProblem, target: Target, math: str) -> list[ResidentConfig]:
-    """Other configurations to start from than the default: with and without overlap, one and two blocks on a multiprocessor."""
-    found: list[ResidentConfig] = []
-    for blocks, overlap in itertools.product((2, 1), (True, False)):
-        fitting: Any = (c for c in _careful(problem, math) if (c.blocks, c.overlap) == (blocks, overlap))
-        start = next((c for c in fitting if not ResidentPlan(problem, c).reasons(target)), None)
-        found += [start] if start is not None else []
-    return found
+    """Other configurations to start from than the default: attention by either instruction, with and without overlap."""
+    choices = itertools.product(_attentions(problem), (False, True))
+    return [found for attention, overlap in choices if (found := _careful(problem, target, math, attention, overlap))]
+
+
+def _attentions(problem: AxisProblem) -> tuple[str, str]:
+    """The better one first: exponentials bound the attention of narrow heads, which mma.sync needs no whole warpgroups for."""
+    return ("mma", "wgmma") if problem.block.head_dim <= 16 else ("wgmma", "mma")
+
+
+def _careful(problem: AxisProblem, target: Target, math: str, attention: str, overlap: bool) -> ResidentConfig | None:
+    """The first that is legal, from fast to frugal: two blocks on a multiprocessor, so that one multiplies while the other computes
+    exponentials, else one; 128 to 256 tokens a block where sequences are short; the result in shared memory; many buffers."""
+    block = problem.block
+    short = math in ("bf16", "fp16") and block.head_dim <= 16
+    tricks = {"sums": "product" if short and attention == "mma" else "add", "polynomial": 1 if short and not block.logit_bias else 0}
+    columns = [n for n in (32, 16, 8, 4) if n <= max(4, ceil_div(block.dim, 8))]
+    for blocks, rows, sequences, result, out_columns, stages, key_tile in itertools.product(
+        (2, 1), (1, 2, 4), (1, 2, 4, 8), ("shared", "scratch"), columns, (4, 3, 2), (32, 80, 48, 16)
+    ):
+        tokens = 16 * sequences * ceil_div(problem.length, 16)
+        if sequences > 1 and (tokens > 256 or tokens // sequences > 64):
+            continue
+        if tokens < 128 and 2 * tokens // sequences <= 128 and sequences < min(8, problem.sequences):
+            continue
+        config = ResidentConfig(
+            math=math, sequences=sequences, rows=rows, overlap=overlap, stages=stages, attention=attention, key_tile=key_tile,
+            result=result, out_columns=out_columns, blocks=blocks, **tricks,
+        )  # fmt: skip
+        if not ResidentPlan(problem, config).reasons(target):
+            return config
+    return None

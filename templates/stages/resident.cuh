@@ -150,7 +150,7 @@ struct Resident {
     constexpr int FIRST = C::SCRATCH ? 0 : C::INNER / 32;
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-#pragma unroll 4
+#pragma unroll 8
       for (int at = FIRST * OPERANDS; at < Out::SUM / 32 * OPERANDS; ++at) {
         const int pair = at / OPERANDS, which = at % OPERANDS;
         float quads[2][4] = {};
