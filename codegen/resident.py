@@ -40,8 +40,9 @@ class ResidentConfig(Config):
     family: ClassVar[str] = "resident"
 
     math: str = tunable("bf16", _MATHS, "arithmetic of the products")
-    sequences: int = tunable(1, (1, 2, 4, 8), "sequences of a block")
+    # Rows before sequences: there are sequences that fill blocks of any rows, but not the other way round (tuner/space.py completes so).
     rows: int = tunable(1, (1, 2, 4), "16-row tiles of a warp")
+    sequences: int = tunable(1, (1, 2, 4, 8), "sequences of a block")
     overlap: bool = tunable(True, (True, False), "multiply for the next head while a head's attention is computed")
     stages: int = tunable(3, (2, 3, 4), "buffers for weights under way")
     key_tile: int = tunable(32, (16, 32, 48, 64, 80), "keys of one step of the streaming softmax")
@@ -140,13 +141,23 @@ class ResidentPlan(StreamedPlan):
         """From below: accumulators, what attention keeps, addressing."""
         c = self.config
         first, second = (4 * c.rows * p.operands * p.warp_columns for p in (self.qkv, self.out))
-        attention = self.attention.registers + (first if c.overlap and self.problem.block.heads > 1 else 0)
+        attention = self.attention.registers + (first if self.overlaps else 0)
         return max(attention, 40 + first, 40 + second)
 
     @property
     def capped(self) -> dict[str, int]:
         """Tunable that caps registers -> threads of the block it concerns."""
         return {"blocks": 32 * self.warps}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a next head to multiply for."""
+        return self.config.overlap and self.problem.block.heads > 1
+
+    @property
+    def representative(self) -> dict[str, int | str]:
+        """Tunables that make no difference to the source here -> the value that stands for all."""
+        return {"overlap": self.overlaps}
 
     def reasons(self, target: Target) -> list[str]:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
@@ -170,6 +181,8 @@ class ResidentPlan(StreamedPlan):
 
 def default(problem: AxisProblem, target: Target, math: str | None = None) -> ResidentConfig | None:
     """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
+    if not target.warpgroup_products:
+        return None
     maths = DTYPE_MATHS[problem.block.dtype] if math is None else (math,)
     found = (config for m in maths for config in _careful(problem, m) if not ResidentPlan(problem, config).reasons(target))
     return next(found, None)

@@ -22,7 +22,7 @@ from codegen.target import target
 from faulty_block import Block
 from tuner.emulator import EmulationError, Emulator
 from tuner.space import parse_fixed, space
-from tuner.staged_work import staged_parts
+from tuner.streamed_work import streamed_parts
 from tuner.trial import Resources
 from tuner.verify import Checker, diagnose
 from tuner.work import parts
@@ -116,7 +116,7 @@ def test_the_model_expects_16_bit_kernels_of_the_staged_family_to_take_less() ->
     plans = [
         staged.StagedPlan(spec.problem("row"), replace(start, math=math)) for spec, math in zip(specs, ("tf32x3", "bf16"), strict=True)
     ]
-    single, half = (staged_parts(plan, used, SM90) for plan in plans)
+    single, half = (streamed_parts(plan, used, SM90) for plan in plans)
     assert half.grid == single.grid / 2 and half.weights == single.weights / 2 and half.shared == single.shared / 2
     assert half.tensor == pytest.approx(single.tensor / 6)
     assert half.issue < single.issue and half.serial < single.serial
