@@ -22,7 +22,7 @@ from codegen.config import Config, tunable
 from codegen.sequence import DTYPE_MATHS as ALL_MATHS
 from codegen.sequence import HALF_PARTS
 from codegen.spec import AxisProblem
-from codegen.streamed_attention import Attention
+from codegen.streamed_attention import Attention, tricks
 from codegen.streamed_plan import StreamedPlan, ceil_div
 from codegen.target import Target
 from codegen.warpgroup_product import SUM_TILE, WARPS, WarpgroupProduct
@@ -138,11 +138,12 @@ class ResidentPlan(StreamedPlan):
 
     @property
     def _registers(self) -> int:
-        """From below: accumulators, what attention keeps, addressing."""
+        """From below: accumulators, the queries that these become, what attention keeps, addressing."""
         c = self.config
         first, second = (4 * c.rows * p.operands * p.warp_columns for p in (self.qkv, self.out))
+        queries = c.rows * self.row_tile // 32
         attention = self.attention.registers + (first if self.overlaps else 0)
-        return max(attention, 40 + first, 40 + second)
+        return max(attention, 40 + first + queries, 40 + second)
 
     @property
     def capped(self) -> dict[str, int]:
@@ -181,7 +182,7 @@ class ResidentPlan(StreamedPlan):
 
 def default(problem: AxisProblem, target: Target, math: str | None = None) -> ResidentConfig | None:
     """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
-    if not target.warpgroup_products:
+    if not target.warpgroup_products or math not in (None, *_MATHS):
         return None
     maths = DTYPE_MATHS[problem.block.dtype] if math is None else (math,)
     found = (config for m in maths for config in _careful(problem, m) if not ResidentPlan(problem, config).reasons(target))
@@ -189,21 +190,22 @@ def default(problem: AxisProblem, target: Target, math: str | None = None) -> Re
 
 
 def _careful(problem: AxisProblem, math: str) -> Iterator[ResidentConfig]:
-    """Candidates from fast to frugal: two blocks on a multiprocessor, so that one multiplies while the other computes exponentials, or
-    else one of 256 rows; the tricks of attention as in `staged`."""
-    short = math in ("bf16", "fp16") and problem.block.head_dim <= 32
-    polynomial = (2 if problem.block.head_dim <= 16 else 1) if short and not problem.block.logit_bias else 0
+    """Candidates from fast to frugal: 128 tokens or more, where there are and shared memory has room for them; two blocks on a
+    multiprocessor, so that one multiplies while the other computes exponentials; the tricks of attention as in `staged`."""
+    sums, polynomial = tricks(problem, math)
     tiles = ceil_div(problem.length, 16)
     columns = [n for n in (16, 8, 4) if n <= max(4, ceil_div(problem.block.dim, 8))]
-    for blocks, rows, sequences, overlap, stages, key_tile, out_columns in itertools.product(
-        (2, 1), (1, 2, 4), (1, 2, 4, 8), (True, False), (4, 3, 2), (32, 80, 48, 16), columns
+    most = max(n for n in (1, 2, 4, 8) if n <= problem.sequences)
+    key_tiles = (16, 32, 80, 48) if math == "fp16x3" else (32, 80, 48, 16)  # operands in two parts take twice the registers
+    for least, blocks, rows, sequences, overlap, stages, key_tile, out_columns in itertools.product(
+        (min(128, 16 * most * tiles), 0), (2, 1), (1, 2, 4), (1, 2, 4, 8), (True, False), (4, 3, 2), key_tiles, columns
     ):
         tokens = 16 * sequences * tiles
-        if tokens > 512 or (sequences > 1 and tokens > 256) or tokens < 128 <= 8 * tokens // sequences:
+        if tokens < least or (sequences > 1 and tokens > 256):
             continue
         yield ResidentConfig(
             math=math, sequences=sequences, rows=rows, overlap=overlap, stages=stages, key_tile=key_tile,
-            sums="product" if short else "add", polynomial=polynomial, out_columns=out_columns, blocks=blocks,
+            sums=sums, polynomial=polynomial, out_columns=out_columns, blocks=blocks,
         )  # fmt: skip
 
 
