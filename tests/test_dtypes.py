@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codegen import staged
+from codegen.families import FAMILIES
 from codegen.layout import Access
 from codegen.reference import parameter_shapes, random_input, random_weights, reference, torch_dtype
 from codegen.render import Kernel, Source, render
@@ -303,16 +304,17 @@ def hard(name: str, spec: BlockSpec) -> tuple[Tensor, dict[str, Tensor]]:
     return x, weights
 
 
-@pytest.mark.parametrize("family", ["sequence", "staged"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, dtype) for family in ("sequence", "staged") for dtype in DTYPES), ("resident", "bfloat16")]
+)
 @pytest.mark.parametrize("name", ["nan", "infinity", "constant rows", "mean 1e4", "large logits"])
 @pytest.mark.parametrize("axes", [("row",), ("col",)])
-def test_hard_inputs(name: str, dtype: str, axes: tuple[str, ...], family: str, cache: Path) -> None:
+def test_hard_inputs(name: str, family: str, dtype: str, axes: tuple[str, ...], cache: Path) -> None:
     spec = BlockSpec(dim=32, heads=2, height=5, width=18, batch=1, dtype=dtype, axes=axes)
     x, weights = hard(name, spec)
     emulator = emulated(spec, cache)
-    if family == "staged":
-        start = staged.default(spec.problem(axes[0]), SM90)
+    if family != "sequence":
+        start = FAMILIES[family].default(spec.problem(axes[0]), SM90, FAMILIES[family].maths[dtype][0])
         assert start is not None
         emulator = Emulator(render(spec, {axes[0]: start}), cache)
     got, expected = emulator.run(x, weights), reference(spec, x, weights)
