@@ -38,8 +38,7 @@ class _Block:
 
 
 def streamed_parts(plan: StagedPlan | ResidentPlan, resources: Mapping[str, Resources], target: Target) -> Parts:
-    """The parts of the time of an axis' kernels; resources: by stage ("qkv", "attention" and "out", or "block"; with post-norm "norm").
-    """
+    """The parts of the time of an axis' kernels; resources: by stage ("qkv", "attention" and "out", or "block"; with post-norm "norm")."""
     if isinstance(plan, ResidentPlan):
         blocks = {"block": _whole(plan)}
     else:
