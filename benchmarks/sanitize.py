@@ -55,7 +55,7 @@ def sample(count: int, seed: int, to: Target) -> list[Source]:
             continue
         shared = set.intersection(*(set(families) for families in found.values()))
         if shared:
-            family = draw.choice(sorted(shared))
+            family = sorted(shared)[index // len(DTYPES) % len(shared)]
             sources.append(render(spec, {axis: families[family].random(draw) for axis, families in found.items()}))
         if len(sources) == count:
             break

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen import resident, sequence, staged
-from codegen.config import Config
+from codegen.config import Config, Value
 from codegen.library import LibraryConfig
 from codegen.resident import ResidentConfig, ResidentPlan
 from codegen.sequence import SequenceConfig, SequencePlan
@@ -28,12 +28,14 @@ class Family:
     plan: Callable[[AxisProblem, Any], Plan]
     default: Callable[[AxisProblem, Target, str], Config | None]
     maths: Mapping[str, tuple[str, ...]]
-    alternatives: Callable[[AxisProblem, Target, str], Sequence[Config]] = lambda *_: ()
+    alternatives: Callable[[AxisProblem, Target, str], Sequence[Config]] | None = None
 
     def starts(self, problem: AxisProblem, target: Target, math: str) -> list[Config]:
         """The default of an arithmetic, if there is one, and its alternatives."""
         start = self.default(problem, target, math)
-        return [] if start is None else list(dict.fromkeys((start, *self.alternatives(problem, target, math))))
+        if start is None or self.alternatives is None:
+            return [] if start is None else [start]
+        return list(dict.fromkeys((start, *self.alternatives(problem, target, math))))
 
 
 FAMILIES: dict[str, Family] = {
@@ -41,6 +43,12 @@ FAMILIES: dict[str, Family] = {
     StagedConfig.family: Family(StagedConfig, StagedPlan, staged.default, staged.DTYPE_MATHS, staged.alternatives),
     ResidentConfig.family: Family(ResidentConfig, ResidentPlan, resident.default, resident.DTYPE_MATHS, resident.alternatives),
 }
+
+
+def having(settings: Mapping[str, Value]) -> list[str]:
+    """The families whose configurations have all of some tunables: those that have them at these values, if any has."""
+    named = [name for name, family in FAMILIES.items() if set(settings) <= set(family.config.tunables())]
+    return [name for name in named if all(v in FAMILIES[name].config.tunables()[n] for n, v in settings.items())] or named
 
 
 def plan_of(problem: AxisProblem, config: Config) -> Plan:

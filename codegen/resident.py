@@ -21,7 +21,7 @@ from codegen.config import Config, tunable
 from codegen.sequence import DTYPE_MATHS as ALL_MATHS
 from codegen.sequence import HALF_PARTS
 from codegen.spec import AxisProblem
-from codegen.streamed_attention import Attention
+from codegen.streamed_attention import Attention, tricks
 from codegen.streamed_plan import StreamedPlan, ceil_div
 from codegen.target import Target
 from codegen.warpgroup_product import SUM_TILE, SUM_TILES, WARPS, WarpgroupProduct
@@ -39,8 +39,9 @@ class ResidentConfig(Config):
     family: ClassVar[str] = "resident"
 
     math: str = tunable("bf16", _MATHS, "arithmetic of the products")
-    sequences: int = tunable(1, (1, 2, 4, 8), "sequences of a block")
+    # Rows before sequences: there are sequences that fill blocks of any rows, but not the other way round (tuner/space.py completes so).
     rows: int = tunable(1, (1, 2, 4), "16-row tiles of a warp")
+    sequences: int = tunable(1, (1, 2, 4, 8), "sequences of a block")
     overlap: bool = tunable(True, (True, False), "multiply for the next head while a head's attention is computed")
     sum_tile: int = tunable(64, SUM_TILES, "indices of the sum in one step of the products")
     stages: int = tunable(3, (2, 3, 4, 5, 6), "buffers for weights under way, a step each")
@@ -161,19 +162,28 @@ class ResidentPlan(StreamedPlan):
 
     @property
     def _registers(self) -> int:
-        """From below: accumulators, what attention keeps, addressing."""
+        """From below: accumulators, the queries that these become, what attention keeps, addressing."""
         c = self.config
         first, second = (4 * c.rows * p.operands * p.warp_columns for p in (self.qkv, self.out))
+        queries = c.rows * self.row_tile // 32
         by_wgmma = 24 + c.rows * (5 * c.key_tile + 3 * self.padded_head_dim) // 4  # scores of two tiles, weights, queries, result
-        attention = (by_wgmma if c.attention == "wgmma" else self.attention.registers) + (
-            first if c.overlap and self.problem.block.heads > 1 else 0
-        )
-        return max(attention, 40 + first, 40 + second)
+        attention = by_wgmma if c.attention == "wgmma" else self.attention.registers
+        return max(attention + (first if self.overlaps else 0), 40 + first + queries, 40 + second, 48 + self.qkv.norm_values)
 
     @property
     def capped(self) -> dict[str, int]:
         """Tunable that caps registers -> threads of the block it concerns."""
         return {"blocks": 32 * self.warps}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a next head to multiply for."""
+        return self.config.overlap and self.problem.block.heads > 1
+
+    @property
+    def representative(self) -> dict[str, int | str]:
+        """Tunables that make no difference to the source here -> the value that stands for all."""
+        return {"overlap": self.overlaps}
 
     def reasons(self, target: Target) -> list[str]:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
@@ -211,6 +221,8 @@ class ResidentPlan(StreamedPlan):
 
 def default(problem: AxisProblem, target: Target, math: str | None = None) -> ResidentConfig | None:
     """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
+    if not target.warpgroup_products or math not in (None, *_MATHS):
+        return None
     for each in DTYPE_MATHS[problem.block.dtype] if math is None else (math,):
         for attention, overlap in itertools.product(_attentions(problem), (False, True)):
             if found := _careful(problem, target, each, attention, overlap):
@@ -230,23 +242,24 @@ def _attentions(problem: AxisProblem) -> tuple[str, str]:
 
 
 def _careful(problem: AxisProblem, target: Target, math: str, attention: str, overlap: bool) -> ResidentConfig | None:
-    """The first that is legal, from fast to frugal: two blocks on a multiprocessor, so that one multiplies while the other computes
-    exponentials, else one; 128 to 256 tokens a block where sequences are short; the result in shared memory; many buffers."""
-    block = problem.block
-    short = math in ("bf16", "fp16") and block.head_dim <= 16
-    tricks = {"sums": "product" if short and attention == "mma" else "add", "polynomial": 1 if short and not block.logit_bias else 0}
+    """The first that is legal, from fast to frugal: 128 tokens or more where sequences are short; two blocks on a multiprocessor, so that
+    one multiplies while the other computes exponentials; the result in shared memory; wide column tiles, many buffers."""
+    block, tiles = problem.block, ceil_div(problem.length, 16)
+    sums, polynomial = tricks(problem, math)
+    if attention == "wgmma" or block.head_dim > 16:
+        sums, polynomial = "add", 0  # exponentials do not bound a block that multiplies as much
+    together = [n for n in (1, 2, 4, 8) if n == 1 or (n <= problem.sequences and 16 * n * tiles <= 256)]
+    least = min(128, 16 * together[-1] * tiles) if tiles <= 4 else 0
     columns = [n for n in (32, 16, 8, 4) if n <= max(4, ceil_div(block.dim, 8))]
-    for blocks, rows, sequences, result, out_columns, stages, key_tile in itertools.product(
-        (2, 1), (1, 2, 4), (1, 2, 4, 8), ("shared", "scratch"), columns, (4, 3, 2), (32, 80, 48, 16)
+    key_tiles = (16, 32, 80, 48) if math == "fp16x3" else (32, 80, 48, 16)  # operands in two parts take twice the registers
+    for tokens, blocks, rows, sequences, result, out_columns, stages, key_tile in itertools.product(
+        (least, 0) if least else (0,), (2, 1), (1, 2, 4), together, ("shared", "scratch"), columns, (4, 3, 2), key_tiles
     ):
-        tokens = 16 * sequences * ceil_div(problem.length, 16)
-        if sequences > 1 and (tokens > 256 or tokens // sequences > 64):
-            continue
-        if tokens < 128 and 2 * tokens // sequences <= 128 and sequences < min(8, problem.sequences):
+        if 16 * sequences * tiles < tokens:
             continue
         config = ResidentConfig(
-            math=math, sequences=sequences, rows=rows, overlap=overlap, stages=stages, attention=attention, key_tile=key_tile,
-            result=result, out_columns=out_columns, blocks=blocks, **tricks,
+            math=math, sequences=sequences, rows=rows, overlap=overlap, stages=stages, attention=attention, key_tile=key_tile, sums=sums,
+            polynomial=polynomial, result=result, out_columns=out_columns, blocks=blocks,
         )  # fmt: skip
         if not ResidentPlan(problem, config).reasons(target):
             return config

@@ -1,5 +1,5 @@
-"""The streaming attention that the staged family's second kernel is (templates/stages/staged_attention.cuh): its tiles, its shared memory,
-the range that its weights may have, and what it takes."""
+"""The streaming attention (templates/stages/streamed_softmax.cuh) that the staged family's second kernel is, and a stage of the resident
+family's: its tiles, its shared memory, the range that its weights may have, and what it takes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from codegen.layout import Access, padded_stride
 from codegen.sequence import HALF_PARTS
 from codegen.spec import AxisProblem
+from codegen.streamed_plan import ceil_div
 
 _WEIGHTS_OF_16_BITS = ("bf16", "fp16")
 _NARROW = ("fp16", "fp16x3")  # weights of a type that has 2^-24 to 65,504 only
@@ -22,10 +23,6 @@ _VALUES_FFMA = Access("values, one key", 2, lambda lane: (0, 2 * (lane % 4)))
 @cache
 def _value_stride(columns: int, ffma: bool) -> int:
     return padded_stride(columns, (_VALUES_FFMA if ffma else _VALUES,))
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Attention:
     @property
     def steps(self) -> int:
         """Tiles of keys in a sequence."""
-        return _ceil(16 * self.tiles, self.key_tile)
+        return ceil_div(16 * self.tiles, self.key_tile)
 
     @property
     def values(self) -> int:
@@ -127,7 +124,7 @@ class Attention:
     @property
     def groups(self) -> int:
         """Blocks that share a sequence and head."""
-        return _ceil(self.tiles, self.warps * self.rows)
+        return ceil_div(self.tiles, self.warps * self.rows)
 
     @property
     def holds_queries(self) -> bool:
@@ -161,17 +158,20 @@ class Attention:
         ]
 
 
+def tricks(problem: AxisProblem, math: str) -> tuple[str, int]:
+    """Sums and polynomials to start from: 16-bit weights of narrow heads leave the tensor cores waiting for exponentials, so that these
+    sum the weights then, and some exponentials are polynomials."""
+    narrow = math in _WEIGHTS_OF_16_BITS and problem.block.head_dim <= 32
+    polynomial = 2 if problem.block.head_dim <= 16 else 1
+    return "product" if narrow else "add", polynomial if narrow and not problem.block.logit_bias else 0
+
+
 def careful(problem: AxisProblem, math: str) -> Iterator[dict[str, Any]]:
     """Candidates for the default, fast ones first: two row tiles a warp where registers last, so that both share what is read of keys and
     values; all keys of a sequence resident, where two blocks or more fit with them; small tiles, so that registers allow for many warps.
-
-    16-bit weights of narrow heads leave the tensor cores waiting for exponentials: these sum the weights then, and some exponentials are
-    polynomials.
     """
     head_dim, half = problem.block.head_dim, math in _WEIGHTS_OF_16_BITS
-    narrow = half and head_dim <= 32
-    polynomial = (2 if head_dim <= 16 else 1) if narrow and not problem.block.logit_bias else 0
-    tricks = {"attn_sums": "product" if narrow else "add", "attn_polynomial": polynomial}
+    sums, polynomial = tricks(problem, math)
     rows = 2 if head_dim <= {"bf16": 64, "fp16": 64, "fp16x3": 32}.get(math, 0) else 1
     tile = 16 if math == "fp16x3" else 32
     shapes: tuple[tuple[int, int, int, int], ...] = ((4, 1, tile, 2), (4, 1, 16, 2), (2, rows, tile, 4), (2, 1, 16, 4), (1, 1, 16, 4))
@@ -180,7 +180,10 @@ def careful(problem: AxisProblem, math: str) -> Iterator[dict[str, Any]]:
         large = problem.length * head_dim > (2**13 if half else 2**12)  # more than 32 KB of keys and values
         shapes = (more, fewer, *shapes) if large and rows == 2 else (fewer, *shapes)
     few = ((4, rows, tile, 1), (4, 1, 16, 1), (2, 1, 16, 1), (1, 1, 16, 1))
-    tiles = _ceil(problem.length, 16)
+    tiles = ceil_div(problem.length, 16)
     for stages, (warps, each, key_tile, blocks) in (*itertools.product((1, 3, 2), shapes), *itertools.product((3, 2), few)):
         if warps * each <= max(1, tiles):
-            yield {"attn_warps": warps, "attn_rows": each, "attn_key_tile": key_tile, "attn_stages": stages, "attn_blocks": blocks} | tricks
+            yield {
+                "attn_warps": warps, "attn_rows": each, "attn_key_tile": key_tile, "attn_stages": stages, "attn_blocks": blocks,
+                "attn_sums": sums, "attn_polynomial": polynomial,
+            }  # fmt: skip

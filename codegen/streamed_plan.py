@@ -94,6 +94,11 @@ class StreamedPlan:
         raise NotImplementedError
 
     @property
+    def representative(self) -> dict[str, int | str]:
+        """Tunables that make no difference to the source here -> the value that stands for all."""
+        return {}
+
+    @property
     def norm_threads(self) -> int:
         """Of a block of the kernel for a norm behind the residual, a warp a token."""
         return 256

@@ -11,13 +11,20 @@ import torch
 from codegen.families import FAMILIES, plan_of
 from codegen.reference import random_input, random_weights, reference
 from codegen.render import Source, render
-from codegen.spec import BlockSpec
+from codegen.spec import DTYPES, BlockSpec
 from codegen.target import target
 from codegen.terms import random_terms
 from tuner.emulator import Emulator
+from tuner.space import allowed_maths
 from tuner.verify import Checker
 
 TARGET = target("sm_90")
+
+
+def arithmetics(family: str) -> list[tuple[str, str]]:
+    """(element type, arithmetic) of a family, of those that hold the usual tolerance."""
+    found = FAMILIES[family].maths
+    return [(dtype, math) for dtype in DTYPES for math in allowed_maths(1e-5, dtype) if math in found[dtype]]
 
 
 def error_of(source: Source, cache: Path, scale: float = 1.0, order: str = "forward", batch: int | None = None) -> float:

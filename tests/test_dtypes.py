@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codegen import staged
+from codegen.families import FAMILIES
 from codegen.layout import Access
 from codegen.reference import parameter_shapes, random_input, random_weights, reference, torch_dtype
 from codegen.render import Kernel, Source, render
@@ -22,7 +23,7 @@ from codegen.target import target
 from faulty_block import Block
 from tuner.emulator import EmulationError, Emulator
 from tuner.space import parse_fixed, space
-from tuner.staged_work import staged_parts
+from tuner.streamed_work import streamed_parts
 from tuner.trial import Resources
 from tuner.verify import Checker, diagnose
 from tuner.work import parts
@@ -116,7 +117,7 @@ def test_the_model_expects_16_bit_kernels_of_the_staged_family_to_take_less() ->
     plans = [
         staged.StagedPlan(spec.problem("row"), replace(start, math=math)) for spec, math in zip(specs, ("tf32x3", "bf16"), strict=True)
     ]
-    single, half = (staged_parts(plan, used, SM90) for plan in plans)
+    single, half = (streamed_parts(plan, used, SM90) for plan in plans)
     assert half.grid == single.grid / 2 and half.weights == single.weights / 2 and half.shared == single.shared / 2
     assert half.tensor == pytest.approx(single.tensor / 6)
     assert half.issue < single.issue and half.serial < single.serial
@@ -303,16 +304,17 @@ def hard(name: str, spec: BlockSpec) -> tuple[Tensor, dict[str, Tensor]]:
     return x, weights
 
 
-@pytest.mark.parametrize("family", ["sequence", "staged"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, dtype) for family in ("sequence", "staged") for dtype in DTYPES), ("resident", "bfloat16")]
+)
 @pytest.mark.parametrize("name", ["nan", "infinity", "constant rows", "mean 1e4", "large logits"])
 @pytest.mark.parametrize("axes", [("row",), ("col",)])
-def test_hard_inputs(name: str, dtype: str, axes: tuple[str, ...], family: str, cache: Path) -> None:
+def test_hard_inputs(name: str, family: str, dtype: str, axes: tuple[str, ...], cache: Path) -> None:
     spec = BlockSpec(dim=32, heads=2, height=5, width=18, batch=1, dtype=dtype, axes=axes)
     x, weights = hard(name, spec)
     emulator = emulated(spec, cache)
-    if family == "staged":
-        start = staged.default(spec.problem(axes[0]), SM90)
+    if family != "sequence":
+        start = FAMILIES[family].default(spec.problem(axes[0]), SM90, FAMILIES[family].maths[dtype][0])
         assert start is not None
         emulator = Emulator(render(spec, {axes[0]: start}), cache)
     got, expected = emulator.run(x, weights), reference(spec, x, weights)

@@ -1,14 +1,16 @@
-"""Two families behind one search: which take part, how trials are divided, and that the faster one wins."""
+"""The families behind one search: which take part, how trials are divided, and that the faster one wins."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from codegen.config import Config
 from codegen.families import FAMILIES, config_from_dict, plan_of
-from codegen.sequence import SequenceConfig
+from codegen.resident import ResidentConfig, alternatives
+from codegen.sequence import SequenceConfig, SequencePlan
 from codegen.spec import BlockSpec, SpecError
 from codegen.staged import StagedConfig
 from codegen.target import target
@@ -32,16 +34,40 @@ def run(tmp_path: Path, times, spec: BlockSpec = SMALL, **more) -> tuple[TuneRes
 
 
 def test_a_block_that_outgrows_one_block_of_threads_is_staged_alone() -> None:
-    assert list(family_spaces(SMALL.problem("row"), TARGET)) == ["sequence", "staged"]
+    half = replace(WIDE, dtype="bfloat16")
+    assert list(family_spaces(SMALL.problem("row"), TARGET)) == ["sequence", "staged", "resident"]
     assert list(family_spaces(WIDE.problem("row"), TARGET)) == ["staged"]
+    assert list(family_spaces(half.problem("row"), TARGET)) == ["staged", "resident"], "operands of half the size"
+    for arch in ("sm_80", "sm_100"):  # without wgmma
+        assert list(family_spaces(SMALL.problem("row"), target(arch))) == ["sequence", "staged"]
 
 
 def test_fixed_tunables_choose_the_families_that_have_them() -> None:
     assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["attn_warps=2"]))) == ["staged"]
     assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["family=sequence"]))) == ["sequence"]
-    assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["math=fp16x3"]))) == ["sequence", "staged"]
+    assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["math=fp16x3"]))) == list(FAMILIES)
+    assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["math=tf32x3"]))) == ["sequence", "staged"]
+    assert list(family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["overlap=false"]))) == ["resident"]
+    with pytest.raises(SpecError, match="math must be one of fp16x3, bf16, fp16 in the resident family, not tf32x3"):
+        family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["family=resident", "math=tf32x3"]))
+    with pytest.raises(SpecError, match="sm_80 has no wgmma"):
+        family_spaces(SMALL.problem("row"), target("sm_80"), fixed=parse_fixed(["family=resident"]))
     with pytest.raises(SpecError, match="no family has all of warps, attn_warps"):
         family_spaces(SMALL.problem("row"), TARGET, fixed=parse_fixed(["warps=4", "attn_warps=2"]))
+
+
+def test_a_tunable_that_two_families_have_has_the_values_of_both() -> None:
+    """`out_columns` is 1 to 4 in `sequence` and 4 to 32 in `resident`."""
+    spec = replace(SMALL, dim=64)
+    for text, served in (("out_columns=2", ["sequence"]), ("out_columns=8", ["resident"]), ("out_columns=4", ["sequence", "resident"])):
+        assert list(family_spaces(spec.problem("row"), TARGET, fixed=parse_fixed([text]))) == served
+    with pytest.raises(SpecError, match="out_columns 16 exceeds what 64 channels need"):
+        family_spaces(spec.problem("row"), TARGET, fixed=parse_fixed(["out_columns=16"]))
+    with pytest.raises(SpecError, match="out_columns must be one of 1, 2, 3, 4, 8, 12"):
+        parse_fixed(["out_columns=5"])
+    names = [source_of(spec, TARGET, [text]).kernels[-1].name for text in ("out_columns=2", "out_columns=8", "key_tile=16")]
+    assert names == ["axial_row", "axial_row_block", "axial_row"]
+    assert source_of(replace(WIDE, dtype="bfloat16"), TARGET, ["key_tile=16"]).kernels[-1].name == "axial_row_block"
 
 
 def test_render_takes_the_family_that_its_settings_name() -> None:
@@ -86,22 +112,33 @@ def test_a_family_that_is_far_behind_costs_one_trial(tmp_path: Path) -> None:
     assert result.choice is not None and isinstance(result.choice.winner.candidate.configs["row"], StagedConfig)
 
 
+def test_a_family_with_alternatives_is_started_from_each(tmp_path: Path) -> None:
+    """With and without overlap, one and two blocks on a multiprocessor: what a walk from one of them does not come to."""
+    half = replace(SMALL, dtype="bfloat16")
+    best = alternatives(half.problem("row"), TARGET, "bf16")[-1]
+    result, backend = run(tmp_path, lambda config: 10.0 if config == best else 15.0, spec=half)
+    assert set(alternatives(half.problem("row"), TARGET, "bf16")) <= set(backend.configs)
+    assert result.choice is not None and result.choice.winner.candidate.configs["row"] == best
+
+
 def test_configurations_are_read_by_family() -> None:
+    for each in (SequenceConfig(), StagedConfig(), ResidentConfig()):
+        assert config_from_dict(each.to_dict()) == each
     config = StagedConfig()
-    assert config_from_dict(config.to_dict()) == config
     known = config.to_dict()
     for bad in ({}, {"family": "other"}, {"family": ["staged"]}, {**known, "family": "sequence"}, {**known, "math": "x"}):
         with pytest.raises(SpecError):
             config_from_dict(bad)
 
 
-def test_more_tokens_are_predicted_to_take_longer() -> None:
+@pytest.mark.parametrize("family", ["staged", "resident"])
+def test_more_tokens_are_predicted_to_take_longer(family: str) -> None:
     times = []
     for batch in (1, 4, 16):
-        problem = BlockSpec(dim=256, heads=8, height=128, width=128, batch=batch).problem("row")
-        plan_space = family_spaces(problem, TARGET)["staged"]
-        plan = plan_of(problem, plan_space.start)
-        used = {f"axial_row_{stage}": Resources(128, 0, 100_000) for stage in ("qkv", "attention", "out")}
+        problem = BlockSpec(dim=256, heads=8, height=128, width=128, batch=batch, dtype="bfloat16").problem("row")
+        plan = plan_of(problem, family_spaces(problem, TARGET)[family].start)
+        assert not isinstance(plan, SequencePlan)
+        used = {f"axial_row_{stage}": Resources(128, 0, 100_000) for stage in plan.kernels}
         times.append(predict_axis(plan, used, TARGET))
     assert times == sorted(times) and times[2] > 2 * times[1] > 2 * times[0]
 

@@ -8,14 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from codegen.families import FAMILIES, plan_of
+from codegen.resident import ResidentPlan
 from codegen.sequence import MATHS, SequencePlan
 from codegen.spec import BlockSpec, SpecError
-from codegen.staged import StagedPlan
 from codegen.target import target
-from tuner.predict import STARTING, Calibration, Sample, calibration, fit, origin_of, predict, quality, regret, samples, spearman
+from tuner.predict import (
+    STARTING,
+    Calibration,
+    Sample,
+    axis_parts,
+    calibration,
+    fit,
+    origin_of,
+    predict,
+    quality,
+    regret,
+    samples,
+    spearman,
+)
 from tuner.records import Machine, Record, Records
 from tuner.space import space
-from tuner.staged_work import staged_parts
 from tuner.trial import Candidate, Outcome, Resources, Timing
 from tuner.work import NAMES, Parts, blocks_per_sm, parts
 
@@ -238,17 +251,46 @@ def test_a_calibration_survives_saving(tmp_path: Path) -> None:
     assert Calibration.load(tmp_path / "c.json") == calibration()
 
 
-@pytest.mark.parametrize("family", ["sequence", "staged"])
+def of_family(spec: BlockSpec, family: str, **changes) -> Parts:
+    """The parts of the family's default for rows, with as many registers as its plan expects at least."""
+    problem = spec.problem("row")
+    found = plan_of(problem, replace(space(problem, H200, family=family).start, **changes))
+    if isinstance(found, SequencePlan):
+        used = {"axial_row": resources()}
+    else:
+        used = {f"axial_row_{stage}": resources(most, 0, shared) for stage, (_, shared, _, most) in found.kernels.items()}
+    whole = axis_parts(found, used, H200)
+    assert whole is not None and axis_parts(found, {}, H200) is None
+    return whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_masks_and_biases_cost_instructions_and_the_bytes_of_the_bias(family: str) -> None:
-    found = {}
-    for flags in ((), ("key_mask",), ("logit_bias",)):
-        spec = BlockSpec(batch=64, **dict.fromkeys(flags, True))
-        problem = spec.problem("row")
-        config = space(problem, H200, family=family).start
-        if family == "sequence":
-            found[flags] = parts(SequencePlan(problem, config), resources(), H200)
-        else:
-            found[flags] = staged_parts(StagedPlan(problem, config), dict.fromkeys(("qkv", "attention", "out"), resources()), H200)
-    plain, masked, biased = found.values()
+    plain, masked, biased = (
+        of_family(BlockSpec(batch=64, **dict.fromkeys(flags, True)), family) for flags in ((), ("key_mask",), ("logit_bias",))
+    )
     assert masked.issue > plain.issue and biased.issue > plain.issue
     assert biased.weights > 1.05 * plain.weights and masked.weights < 1.05 * plain.weights
+
+
+LARGE = BlockSpec(256, 8, 128, 128, 1, "bfloat16")
+
+
+def test_a_resident_axis_is_one_kernel_beside_what_it_needs() -> None:
+    """And a kernel that packs weights, and one for the norm behind the residual. q, k and v do not come from L2."""
+    staged, resident = (of_family(LARGE, family) for family in ("staged", "resident"))
+    assert (staged.launch, resident.launch) == (4.0, 2.0) and of_family(replace(LARGE, post_norm=True), "resident").launch == 3.0
+    assert resident.grid < staged.grid and resident.weights < staged.weights
+    assert resident.tensor == pytest.approx(staged.tensor, rel=0.05), "the same products"
+    assert of_family(replace(LARGE, batch=4), "resident").issue > 3 * resident.issue
+    single = of_family(replace(LARGE, height=64, width=64, dtype="float32"), "resident")
+    half = of_family(replace(LARGE, height=64, width=64), "resident")
+    assert single.tensor > 2.5 * half.tensor and single.weights > 1.5 * half.weights and single.grid > 1.9 * half.grid
+
+
+def test_overlap_hides_waits_and_padded_rows_cost() -> None:
+    with_overlap, without = (of_family(LARGE, "resident", overlap=overlap) for overlap in (True, False))
+    assert with_overlap.wait < without.wait and with_overlap.issue == without.issue
+    ragged = replace(LARGE, width=129)  # a row tile more, and seven warps of the last warpgroup without tokens
+    assert isinstance(plan_of(ragged.problem("row"), space(ragged.problem("row"), H200, family="resident").start), ResidentPlan)
+    assert of_family(ragged, "resident").tensor > 1.1 * of_family(LARGE, "resident").tensor

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from codegen.resident import ResidentConfig, default
 from codegen.sequence import SequenceConfig, SequencePlan
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
@@ -96,6 +97,37 @@ def test_configurations_that_compile_alike_have_one_representative() -> None:
     assert slim.min_blocks == 1, "64 threads x 3 blocks leave 255 registers a thread, as one block does"
     wide = here.project({**config_values(here.start), "warps": 8, "min_blocks": 2})
     assert wide.min_blocks == 2
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [BlockSpec(dtype="bfloat16"), BlockSpec(64, 4, 64, 64, 4, "bfloat16"), BlockSpec(96, 3, 33, 48), BlockSpec(63, 1, 9, 65, head_dim=20)],
+)
+def test_every_resident_configuration_can_be_reached(spec: BlockSpec) -> None:
+    """Which rows are legal depends on the sequences of a block, so that the order in which they are chosen matters."""
+    here = row_space(spec, family="resident", fixed={"sums": "add", "polynomial": 0, "out_columns": 8})
+    product = (ResidentConfig(**dict(zip(here.values, values, strict=True))) for values in itertools.product(*here.values.values()))
+    expected = {config for config in product if here.legal(config) and here.canonical(config) == config}
+    assert set(here.enumerate()) == expected and len(expected) > 10
+    assert {config.overlap for config in expected} == ({True, False} if spec.heads > 1 else {False})
+    draw = random.Random(1)
+    for _ in range(30):
+        config = here.random(draw)
+        assert config in expected and here.project(config_values(config)) == config
+
+
+def test_a_resident_start_is_found_where_anything_is_legal() -> None:
+    draw, found = random.Random(5), 0
+    for _ in range(60):
+        dim, heads = draw.choice(((24, 2), (33, 3), (64, 4), (130, 5), (256, 8), (512, 8), (1024, 16), (192, 3), (16, 1)))
+        lines, length, dtype = draw.choice((1, 2, 5, 32)), draw.choice((3, 17, 33, 65, 96, 256, 700)), draw.choice(("float32", "bfloat16"))
+        problem = BlockSpec(dim, heads, lines, length, draw.choice((1, 4)), dtype).problem("row")
+        if default(problem, target("sm_90")) is not None:
+            found += 1
+        else:
+            with pytest.raises(SpecError, match="no configuration of the row axis is legal"):
+                space(problem, target("sm_90"), family="resident")
+    assert 15 < found < 50
 
 
 def test_what_registers_do_not_use_has_one_representative() -> None:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from codegen.config import Config
+from codegen.families import FAMILIES
 from codegen.library import LibraryConfig
 from codegen.module import read_module
 from codegen.spec import BlockSpec, SpecError
@@ -305,7 +306,7 @@ def test_nothing_is_measured_twice_without_storage_or_records(tmp_path: Path) ->
     assert len(asked) == len(set(asked))
 
 
-@pytest.mark.parametrize("family", ["sequence", "staged"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_default_is_the_first_trial_of_each_axis(tmp_path: Path, family: str) -> None:
     backend = FakeBackend()
     run(tmp_path, backend, fixed={"family": family}, trials=6)

@@ -75,6 +75,9 @@ def test_faults_of_the_catalogue_are_rejected_and_named(variant: str) -> None:
 FORGOTTEN: dict[str, tuple[str, dict[str, Any], str, str, str]] = {  # family, fields, pattern, replacement, diagnosis
     "qkv bias": ("sequence", {"qkv_bias": True}, r"acc\S* \+= (biases\[[^;]*|pair\[c % 2\]);", ";", "QKV product: qkv bias missing"),
     "qkv bias, staged": ("staged", {"qkv_bias": True}, r" \+ bias\[c % 2\]", "", "QKV product: qkv bias missing"),
+    "qkv bias, resident": (
+        "resident", {"qkv_bias": True}, r"acc\[row\]\[j\]\[c\] \+= bias\[c % 2\];", ";", "QKV product: qkv bias missing",
+    ),
     "post-norm": ("sequence", {"post_norm": True}, r"\n +normalise_token<.*;", "", "post-norm: missing, not LayerNorm"),
     "post-norm, staged": (
         "staged", {"post_norm": True, "norm": "rms"}, r"\n +if \(token < tokens\).*;", "", "post-norm: missing, not RMSNorm",

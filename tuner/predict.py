@@ -21,7 +21,7 @@ from codegen.spec import SpecError
 from codegen.target import Target
 from codegen.target import target as target_of
 from tuner.records import Record
-from tuner.staged_work import staged_parts
+from tuner.streamed_work import streamed_parts
 from tuner.trial import OK, Resources
 from tuner.work import NAMES, Parts, parts
 
@@ -88,7 +88,7 @@ def axis_parts(plan: Plan, resources: Mapping[str, Resources], target: Target) -
         return parts(plan, resources[name], target) if name in resources else None
     by_stage = {stage: resources.get(f"{name}_{stage}") for stage in plan.kernels}
     known = {stage: used for stage, used in by_stage.items() if used is not None}
-    return staged_parts(plan, known, target) if len(known) == len(by_stage) else None
+    return streamed_parts(plan, known, target) if len(known) == len(by_stage) else None
 
 
 @dataclass(frozen=True)

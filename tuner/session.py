@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from codegen.config import Config
-from codegen.families import FAMILIES, plan_of
+from codegen.families import FAMILIES, having, plan_of
 from codegen.library import KERNELS
 from codegen.module import Emitted
 from codegen.render import Source, render
@@ -174,7 +174,7 @@ def configs_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> dict[str
     configs: dict[str, Config] = {}
     for axis, families in spaces(spec, to, tolerance=tolerance).items():
         problem = spec.problem(axis)
-        family = _family_of(tunables, fixed.get("family")) or next(iter(families))
+        family = _family_of(tunables, fixed.get("family"), families)
         # A family that is not among them has nothing legal: `space` says why.
         here = families.get(family)
         if here is None or leading:
@@ -189,13 +189,16 @@ def configs_of(spec: BlockSpec, to: Target, settings: Iterable[str]) -> dict[str
     return configs
 
 
-def _family_of(tunables: Iterable[str], wanted: Any = None) -> str | None:
-    """The only family that has all of the tunables, of all or of the wanted one; None when several have, SpecError when none has."""
-    names = [str(wanted)] if wanted else list(FAMILIES)
-    having = [name for name in names if set(tunables) <= set(FAMILIES[name].config.tunables())]
-    if not having:
-        raise SpecError(f"{f'family {wanted} has not' if wanted else 'no family has'} all of {', '.join(tunables)}")
-    return having[0] if len(having) == 1 else None
+def _family_of(tunables: Mapping[str, Any], wanted: Any, served: Iterable[str]) -> str:
+    """The wanted family, or the first that has all of the tunables: of those that serve the axis, if there is such a one. SpecError
+    when none has them."""
+    if wanted:
+        if set(tunables) <= set(FAMILIES[wanted].config.tunables()):
+            return str(wanted)
+        raise SpecError(f"family {wanted} has not all of {', '.join(tunables)}")
+    if not (names := having(tunables)):
+        raise SpecError(f"no family has all of {', '.join(tunables)}")
+    return next((name for name in served if name in names), names[0])
 
 
 @dataclass(frozen=True)

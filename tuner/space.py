@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from codegen.config import Config, Value
-from codegen.families import FAMILIES, plan_of
+from codegen.families import FAMILIES, having, plan_of
 from codegen.sequence import DTYPE_MATHS, SequenceConfig, SequencePlan
 from codegen.spec import AxisProblem, BlockSpec, SpecError
 from codegen.target import Target
@@ -47,7 +47,7 @@ def parse_fixed(texts: Iterable[str]) -> dict[str, Value]:
     tunables: dict[str, tuple[Value, ...]] = {"family": tuple(FAMILIES)}
     for family in FAMILIES.values():
         for name, values in family.config.tunables().items():
-            tunables[name] = tuple(dict.fromkeys((*tunables.get(name, ()), *values)))
+            tunables[name] = tuple(dict.fromkeys((*tunables.get(name, ()), *values)))  # of all that have it
     fixed: dict[str, Value] = {}
     for text in texts:
         name, equals, word = text.partition("=")
@@ -143,13 +143,11 @@ class Space:
     def canonical(self, config: Config) -> Config:
         """The representative of the configurations that give the same machine code as `config`.
 
-        `min_blocks` (like the staged family's `*_blocks`) acts through the cap on registers alone (CUDA C++ Programming Guide,
-        "Launch Bounds"), so the least
-        value with the same cap stands for all; padding that moves no buffer stands as padding.
+        `min_blocks` (like the other families' `blocks` and `*_blocks`) acts through the cap on registers alone (CUDA C++ Programming
+        Guide, "Launch Bounds"), so the least value with the same cap stands for all; padding that moves no buffer stands as padding.
         """
         plan = plan_of(self.problem, config)
-        alike_in = plan.representative if isinstance(plan, SequencePlan) else {}
-        least: dict[str, Any] = {name: value for name, value in alike_in.items() if value in self.values[name]}
+        least: dict[str, Any] = {name: value for name, value in plan.representative.items() if value in self.values[name]}
         for name, threads in plan.capped.items():
             caps = {int(n): self._register_cap(threads * int(n)) for n in self.values[name]}
             least[name] = min(n for n in caps if caps[n] == caps[getattr(config, name)])
@@ -216,11 +214,11 @@ def family_spaces(
     A fixed `family` leaves that family alone; a fixed tunable leaves those that have it. Raises SpecError when nothing is legal.
     """
     rest = {name: value for name, value in (fixed or {}).items() if name != "family"}
-    asked = (fixed or {}).get("family")
+    asked = str((fixed or {}).get("family", ""))
     found: dict[str, Space] = {}
     objections: list[SpecError] = []
-    for name, family in FAMILIES.items():
-        if asked in (None, name) and set(rest) <= set(family.config.tunables()):
+    for name in [asked] if asked else having(rest):
+        if set(rest) <= set(FAMILIES[name].config.tunables()):
             try:
                 found[name] = space(problem, target, family=name, fixed=rest, tolerance=tolerance)
             except SpecError as error:
@@ -262,11 +260,10 @@ def space(
             raise SpecError(f"math {value} is not for {dtype}: choose {' or '.join(maths)}")
         if name == "math" and value not in maths:
             raise SpecError(f"math {value} cannot hold a tolerance of {tolerance:g}: relax it with --tolerance above {TF32_TOLERANCE:g}")
-        if name != "math" and value not in kind.config.tunables()[name]:
-            choices = ", ".join(map(str, kind.config.tunables()[name]))
-            raise SpecError(f"{name} of the {family} family must be one of {choices}, not {value}")
+        if value not in (options := kind.config.tunables()[name]):
+            raise SpecError(f"{name} must be one of {', '.join(map(str, options))} in the {family} family, not {value}")
         values[name] = (value,)
-    preferred = (*values["math"], *maths) if len(values["math"]) == 1 else kind.maths[dtype]
+    preferred = dict.fromkeys((*values["math"], *kind.maths[dtype]) if "math" in (fixed or {}) else kind.maths[dtype])
     starts = [start for math in preferred for start in kind.starts(problem, target, str(math))]
     draft = Space(problem, target, values, starts[0] if starts else kind.config())
     begin = next((start for start in starts if draft.legal(start)), None)

@@ -163,7 +163,7 @@ class _Tuning:
         best = min(scores.values(), default=float("inf"))  # a family whose default is far behind is not worth the trials
         families = {name: here for name, here in families.items() if scores.get(here.start, float("inf")) <= best * HOPELESS} or families
         for name, here in families.items():
-            starts = here.starts()[1:] if len(here.config_type.groups()) > 1 else []
+            starts = here.starts()[1:] if FAMILIES[name].alternatives else []
             for start in dict.fromkeys(starts + self._best_elsewhere(here)):
                 goes_on = goes_on and self._search_one(f"{title}, {name}: known to be good", here.focused((), start), 1, end, scores)
         steps = [(name, group, tunables) for name, here in families.items() for group, tunables in here.config_type.groups().items()]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from codegen import resident
 from codegen.render import Kernel, Source, render
 from codegen.sequence import SequenceConfig, default
-from codegen.spec import BlockSpec
+from codegen.spec import DTYPES, BlockSpec
 from tuner.gpu import Gpu, visible_gpu
 from tuner.gpu_backend import GpuBackend, Limits
 from tuner.pytorch_forms import FORMS
@@ -75,6 +77,21 @@ def test_16_bit_kernels_are_verified_and_measured(backend, dtype):
     outcome = backend.evaluate_source(one, dataclasses.replace(source, text=behind))
     assert outcome.status == "fault" and "outside its output" in outcome.cause
     healthy(backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 4, 64, 64), (128, 8, 65, 33), (256, 8, 128, 128), (72, 3, 9, 200)])
+def test_resident_kernels_are_verified_and_measured(backend, shape, dtype):
+    """With and without overlap, with one block on a multiprocessor and two; a ragged length, and blocks that are not full."""
+    if not backend.target.warpgroup_products:
+        pytest.skip(f"{backend.target.arch} has no wgmma")
+    spec = BlockSpec(*shape, batch=1, dtype=dtype)
+    starts = {axis: resident.alternatives(spec.problem(axis), backend.target, resident.DTYPE_MATHS[dtype][0]) for axis in spec.axes}
+    assert all(starts.values())
+    pairs = [dict(zip(spec.axes, pair, strict=True)) for pair in itertools.zip_longest(*starts.values())]
+    candidates = [Candidate(spec, {axis: config or starts[axis][0] for axis, config in pair.items()}) for pair in pairs]
+    for outcome in backend.evaluate(candidates):
+        assert outcome.status == OK and outcome.timing is not None, f"{outcome.candidate.configs}: {outcome.cause}"
 
 
 def healthy(backend: GpuBackend) -> Outcome:

@@ -1,7 +1,7 @@
-"""What the kernels of the `staged` family have to do, counted from a plan in the terms of tuner/work.py.
+"""What the kernels of the `staged` and `resident` families have to do, counted from a plan in the terms of tuner/work.py.
 
-The coefficients that weigh these counts were fitted to the `sequence` family: between staged configurations, and between the families,
-the prediction is a lead, not a measurement.
+The coefficients that weigh these counts were fitted to the `sequence` family: between configurations of these two, and between the
+families, the prediction is a lead, not a measurement.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from codegen.resident import ResidentPlan
 from codegen.staged import StagedPlan
+from codegen.streamed_attention import Attention
+from codegen.streamed_plan import StreamedPlan
 from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import WarpgroupProduct
@@ -34,9 +37,12 @@ class _Block:
     moved: float
 
 
-def staged_parts(plan: StagedPlan, resources: Mapping[str, Resources], target: Target) -> Parts:
-    """The parts of the time of an axis' kernels; resources: by stage ("qkv", "attention", "out", with post-norm "norm")."""
-    blocks = {"qkv": _product(plan, plan.qkv, True), "attention": _attention(plan), "out": _product(plan, plan.out, False)}
+def streamed_parts(plan: StagedPlan | ResidentPlan, resources: Mapping[str, Resources], target: Target) -> Parts:
+    """The parts of the time of an axis' kernels; resources: by stage ("qkv", "attention" and "out", or "block"; with post-norm "norm")."""
+    if isinstance(plan, ResidentPlan):
+        blocks = {"block": _whole(plan)}
+    else:
+        blocks = {"qkv": _product(plan, plan.qkv, True), "attention": _attention(plan), "out": _product(plan, plan.out, False)}
     if plan.problem.block.post_norm:
         blocks["norm"] = _post_norm(plan)
     parts = [_parts(plan, block, plan.kernels[stage][0], resources[stage], target) for stage, block in blocks.items()]
@@ -45,14 +51,14 @@ def staged_parts(plan: StagedPlan, resources: Mapping[str, Resources], target: T
     return Parts(**{name: sum(getattr(part, name) for part in parts) for name in NAMES})
 
 
-def _packing(plan: StagedPlan, target: Target) -> Parts:
+def _packing(plan: StreamedPlan, target: Target) -> Parts:
     """The kernel that packs weights: a launch, one wait, and what it reads and writes."""
     moved = 2 * 4 * sum(p.packed for p in plan.packed.values())
     none = dict.fromkeys(NAMES, 0.0)
     return Parts(**none | {"launch": 1.0, "wait": L2_CYCLES / target.clock, "grid": moved / (target.bandwidth * 1e3)})
 
 
-def _parts(plan: StagedPlan, block: _Block, threads: int, used: Resources, target: Target) -> Parts:
+def _parts(plan: StreamedPlan, block: _Block, threads: int, used: Resources, target: Target) -> Parts:
     registers = math.ceil(max(used.registers, 16) * 32 / 256) * 256 * threads // 32
     fitting = (
         target.blocks_per_sm,
@@ -77,7 +83,7 @@ def _parts(plan: StagedPlan, block: _Block, threads: int, used: Resources, targe
     )
 
 
-def _post_norm(plan: StagedPlan) -> _Block:
+def _post_norm(plan: StreamedPlan) -> _Block:
     """A token a warp: y is read and written."""
     block, tokens, warps = plan.problem.block, plan.problem.sequences * plan.problem.length, plan.norm_threads // 32
     moved = 2 * block.itemsize * tokens * plan.dim
@@ -88,20 +94,20 @@ def _product(plan: StagedPlan, p: Product | WarpgroupProduct, first: bool) -> _B
     return _by_warpgroups(plan, p, first) if isinstance(p, WarpgroupProduct) else _by_warps(plan, p, first)
 
 
-def _by_warpgroups(plan: StagedPlan, p: WarpgroupProduct, first: bool) -> _Block:
+def _by_warpgroups(plan: StreamedPlan, p: WarpgroupProduct, first: bool) -> _Block:
     """A warp's share of a warpgroup's instructions; operands do not pass through registers, and one thread starts the copies."""
     cost, tokens, itemsize = MATHS[plan.config.math], plan.problem.sequences * plan.problem.length, plan.problem.block.itemsize
     blocks = math.ceil(plan.problem.sequences * plan.tiles / p.row_tiles) * p.parts
     turns = math.ceil(p.column_tiles / p.parts)
     steps, fill = turns * (p.sum // p.sum_tile), p.row_tiles * 16 * p.sum / p.threads
     instructions = (
-        steps * (40 + 4 * 6 * (2 * p.operands - 1))
-        + turns * p.warp_columns * (12 + cost.split_pair)
+        steps * (40 + p.warp_rows * 4 * 6 * (2 * p.operands - 1))
+        + turns * p.warp_rows * p.warp_columns * (12 + cost.split_pair)
         + fill * (6 + cost.split_pair / 2 if first else 2)
     )
-    tiles = p.down * turns * (p.sum // 8) * p.warp_columns
+    tiles = p.row_tiles * turns * (p.sum // 8) * p.warp_columns
     # Per instruction, the unit reads 64 rows of A and all columns of B, 32 bytes of each.
-    products = p.down // 4 * steps * 4 * (2 * p.operands - 1)
+    products = p.row_tiles // 4 * steps * 4 * (2 * p.operands - 1)
     wavefronts = products * (64 + p.columns) * 32 / 128 + (steps * p.b_tile + p.buffers) / 32
     read = 4.0 * steps * p.b_tile + itemsize * p.row_tiles * 16 * p.sum
     moved = itemsize * tokens * plan.dim * (2 if not first and plan.problem.block.residual else 1)
@@ -129,27 +135,58 @@ def _by_warps(plan: StagedPlan, p: Product, first: bool) -> _Block:
 
 
 def _attention(plan: StagedPlan) -> _Block:
-    """As counted in SASS for sm_90; a tile here is the 8 keys and 16 queries of one accumulator tile, of which a lane has four scores."""
-    c, cost = plan.config, MATHS[plan.config.math]
-    rows, keys, head, resident = c.attn_rows, c.attn_key_tile // 8, plan.padded_head_dim // 8, c.attn_stages == 1
-    steps = math.ceil(16 * plan.tiles / c.attn_key_tile)
+    a, problem = plan.attention, plan.problem
+    copies = 2 * plan.row_tile / 4 / a.threads  # of a row tile, by a thread
+    instructions = _softmax(plan, a) + plan.tiles * copies * (2 if a.resident else 3)
+    bytes_read: float = 4 * plan.row_tile * (2 * plan.tiles + a.warps * a.rows)
+    wavefronts = _operands_read(plan, a) + 2 * bytes_read / 128
+    blocks = problem.sequences * problem.block.heads * a.groups
+    bytes_read += a.warps * a.rows * 16 * term_bytes(problem)
+    waits = L2_CYCLES * (2 + (0 if a.resident else 0.1) * a.steps)
+    return _Block(blocks, instructions, _attended_tiles(plan, a), wavefronts, bytes_read, waits, 0.0)
+
+
+def _softmax(plan: StreamedPlan, a: Attention) -> float:
+    """Instructions of a warp for the queries of its row tiles and all keys of a head, as counted in SASS for sm_90. A tile here is the 8
+    keys and 16 queries of one accumulator tile, of which a lane has four scores."""
+    cost, rows, keys, head = MATHS[a.math], a.rows, a.key_tile // 8, a.padded_head_dim // 8
     shared = keys * head * (cost.key + cost.value + 2 * cost.split_b)  # by a warp's row tiles
-    queries = head * (cost.split_a + (0.0 if plan.attention.holds_queries else cost.load_a))
-    products = 2 * head * cost.product + (cost.product if c.attn_sums == "product" else 0.0)
-    added = (0.75 if c.attn_sums == "product" else 4.0) + (
-        0.0 if plan.parts == 1 else 4.0
-    )  # sums; rests of scores, or what they start from
-    exponentials = 4 * (1 - c.attn_polynomial / 8)
-    each = products + exponentials + 4 * c.attn_polynomial + added + cost.share + cost.split_a + 2 * cost.split_pair
-    copies = 2 * plan.row_tile / 4 / (32 * c.attn_warps)  # of a row tile, by a thread
-    instructions = steps * max(
-        shared + rows * (queries + keys * each) + 18 + (0 if resident else 30), SPECIAL_CYCLES * rows * keys * exponentials
+    queries = head * (cost.split_a + (0.0 if a.holds_queries else cost.load_a))
+    products = 2 * head * cost.product + (cost.product if a.sums == "product" else 0.0)
+    added = 0.75 if a.sums == "product" else 4.0  # sums
+    added += 0.0 if plan.parts == 1 else 4.0  # rests of scores, or what they start from
+    exponentials = 4 * (1 - a.polynomial / 8)
+    each = products + exponentials + 4 * a.polynomial + added + cost.share + cost.split_a + 2 * cost.split_pair
+    other = 18 + (0 if a.resident else 30)
+    step = max(shared + rows * (queries + keys * each) + other, SPECIAL_CYCLES * rows * keys * exponentials)
+    return a.steps * (step + rows * term_instructions(plan.problem, keys)) + 60 + rows * head * 12
+
+
+def _attended_tiles(plan: StreamedPlan, a: Attention) -> float:
+    """Tile products of a block for one head."""
+    keys, head = a.key_tile // 8, a.padded_head_dim // 8
+    return a.warps * a.steps * a.rows * keys * (2 * head + (1 if a.sums == "product" else 0))
+
+
+def _operands_read(plan: StreamedPlan, a: Attention) -> float:
+    """Wavefronts in which a block's warps read keys and values of one head."""
+    return 4 * a.warps * a.steps * (a.key_tile // 8) * plan.row_tile / 128
+
+
+def _whole(plan: ResidentPlan) -> _Block:
+    """The stages one after the other. With overlap the products for all heads but the first are beside attention, which hides their
+    waits. The second reading of x hits L2."""
+    a, problem, heads = plan.attention, plan.problem, plan.problem.block.heads
+    qkv, out = _by_warpgroups(plan, plan.qkv, True), _by_warpgroups(plan, plan.out, False)
+    sums, outs = (p.column_tiles * (p.sum // p.sum_tile) for p in (plan.qkv, plan.out))
+    waited = outs + (sums / heads if plan.overlaps else sums)
+    moved = problem.block.itemsize * problem.sequences * problem.length * plan.dim * (2 + 0.5 * problem.block.residual)
+    return _Block(
+        blocks=math.ceil(problem.sequences * plan.tiles / plan.block_tiles),
+        instructions=qkv.instructions + heads * _softmax(plan, a) + out.instructions,
+        tiles=qkv.tiles + heads * _attended_tiles(plan, a) + out.tiles,
+        wavefronts=qkv.wavefronts + heads * (_operands_read(plan, a) + 2 * plan.block_tiles * plan.row_tile / 32) + out.wavefronts,
+        read=qkv.read + heads * a.warps * a.rows * 16 * term_bytes(problem) + out.read,
+        waits=L2_CYCLES * (3 + 0.05 * waited),
+        moved=moved,
     )
-    instructions += steps * rows * term_instructions(plan.problem, keys)
-    instructions += plan.tiles * copies * (2 if resident else 3) + 60 + rows * head * 12
-    tiles = c.attn_warps * steps * rows * keys * (2 * head + (1 if c.attn_sums == "product" else 0))
-    bytes_read: float = 4 * plan.row_tile * (2 * plan.tiles + c.attn_warps * rows)
-    wavefronts = 4 * c.attn_warps * steps * keys * head * plan.row_tile / (16 * plan.padded_head_dim) + 2 * bytes_read / 128
-    blocks = plan.problem.sequences * plan.problem.block.heads * plan.attention.groups
-    bytes_read += c.attn_warps * rows * 16 * term_bytes(plan.problem)
-    return _Block(blocks, instructions, tiles, wavefronts, bytes_read, L2_CYCLES * (2 + (0 if resident else 0.1) * steps), 0.0)

@@ -1,0 +1,216 @@
+"""The resident family: a whole axis in one kernel, right on the emulator, planted faults, what is legal, and what compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import CASES, Case, select
+from codegen.config import Config
+from codegen.families import FAMILIES, plan_of
+from codegen.module import read_module, write_module
+from codegen.render import Source, render
+from codegen.resident import DTYPE_MATHS, ResidentConfig, ResidentPlan, alternatives, default
+from codegen.spec import BlockSpec
+from codegen.target import target
+from emitted import PREDICTED
+from emulated import TARGET, right, source_of
+from tuner.compile import compile_source
+from tuner.emulator import EmulationError
+
+# Two and a half row tiles in each of three sequences, of which a block has two: two of its eight warps have none, the last block is half
+# full, and two tiles of the sums and three of the output's columns have zeros behind.
+RAGGED = BlockSpec(dim=72, heads=3, height=3, width=35, batch=1, dtype="bfloat16", axes=("row",))
+SMALL_TILES = dict(rows=1, sequences=2, stages=2, key_tile=16, out_columns=4, blocks=1)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resident")
+
+
+def rendered(spec: BlockSpec = RAGGED, **changes: int | str | bool) -> Source:
+    return source_of(spec, "resident", **{**SMALL_TILES, **changes})
+
+
+@pytest.mark.parametrize(("dtype", "overlap"), [("float32", True), ("bfloat16", False), ("float16", True)])
+def test_several_sequences_a_block_agree_with_float64(dtype: str, overlap: bool, cache: Path) -> None:
+    source = rendered(dataclasses.replace(RAGGED, dtype=dtype), overlap=overlap)
+    assert right(source, cache, "reverse" if overlap else "forward")
+
+
+SHAPES: dict[str, tuple[BlockSpec, dict[str, int | str | bool]]] = {
+    "one sequence a block": (BlockSpec(40, 5, 1, 80, 1, "float16", ("row",)), dict(sequences=1, stages=3, key_tile=80)),
+    "two rows, the last warp has one": (BlockSpec(64, 2, 1, 113, 2, "bfloat16", ("row",)), dict(rows=2, sequences=1, key_tile=32)),
+    "two rows of two sequences": (BlockSpec(33, 3, 52, 2, 1, "float32", ("col",)), dict(rows=2, key_tile=32)),
+    "four rows": (BlockSpec(24, 2, 1, 200, 1, "float16", ("row",)), dict(rows=4, sequences=1, overlap=False)),
+    "four rows of eight sequences": (BlockSpec(24, 2, 50, 9, 1, "bfloat16", ("col",)), dict(rows=4, sequences=4, stages=4, key_tile=32)),
+    "eight short sequences": (BlockSpec(18, 3, 4, 11, 1, "bfloat16", ("col",)), dict(sequences=8, sums="product", polynomial=3)),
+    "one head": (BlockSpec(63, 1, 2, 65, 1, "float32", ("row",), head_dim=20), dict(sequences=1)),
+    "more buffers than weights": (BlockSpec(16, 1, 2, 48, 1, "bfloat16", ("row",)), dict(sequences=2, stages=4, overlap=False)),
+    "wide heads": (BlockSpec(130, 2, 35, 2, 1, "bfloat16", ("col",), head_dim=64), dict(out_columns=8, stages=3)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_shape_of_block_agrees_with_float64(shape: str, cache: Path) -> None:
+    spec, changes = SHAPES[shape]
+    order = ("forward", "reverse", "random:5")[list(SHAPES).index(shape) % 3]
+    assert right(rendered(spec, **changes), cache, order)
+
+
+@pytest.mark.parametrize("families", [("resident", "staged"), ("staged", "resident"), ("resident", "sequence"), ("sequence", "resident")])
+def test_families_can_be_mixed(families: tuple[str, str], cache: Path) -> None:
+    """The axes may share scratch buffers, and a kernel of `sequence` is launched before the one before it has ended."""
+    spec = BlockSpec(dim=24, heads=2, height=5, width=33, batch=1, dtype="bfloat16")
+    configs: dict[str, Config] = {}
+    for axis, family in zip(spec.axes, families, strict=True):
+        config = FAMILIES[family].default(spec.problem(axis), TARGET, "bf16")
+        assert config is not None
+        configs[axis] = config
+    assert right(render(spec, configs), cache)
+
+
+MUTANTS = {
+    "no barrier before keys and values are overwritten": (r"(head > 0\)) __syncthreads\(\);", r"\1 ;"),
+    "no barrier before keys and values are read": (r"(if \([^)]*\) )?__syncthreads\(\);  // keys and values", "//"),
+    "no fence behind the tokens": (r"fence_async_proxy\(\);(\n *__syncthreads\(\);  // operand A)", r"\1"),
+    "no barrier behind the tokens": (r"__syncthreads\(\);  // operand A and", "//"),
+    "no fence behind the attention's result": (r"fence_async_proxy\(\);(\n *__syncthreads\(\);\n)", r"\1"),
+    "no barrier behind the attention's result": (r"(fence_async_proxy\(\);)\n *__syncthreads\(\);\n", r"\1\n"),
+    "no barrier before a buffer is filled again": (r"__syncthreads\(\);  // the step before", "//"),
+    "a buffer is filled again a step too early": (r"wgmma_wait<1>\(\);", ""),
+    "a buffer is filled again with the step after": (r"(start\(shared, packed_qkv, packed_out, step - 1 \+ STAGES)\)", r"\1 + 1)"),
+    "the copy is not waited for": (r"wait_for_bulk_copy\(shared .*\n", "\n"),
+    "the wrong phase is waited for": (r"step / STAGES % 2\)", "(step / STAGES + 1) % 2)"),
+    "the products are not waited for": (r"(finish\(float[^{]*\{\n *)wgmma_wait<0>\(\);", r"\1"),
+    "weights of the output are taken from the start of the queries'": (r"\(step - FIRST_STEPS\)", "(step)"),
+    "a step of the next head is left out": (r"\(key_step \+ 1\) \* First::SUM_TILES", "key_step * (First::SUM_TILES - 1)"),
+    "the result of all heads in the first one's place": (r"((softmax\.finish|keep_result)\([^;]*), head, lane\)", r"\1, 0, lane)"),
+    "keys of the first sequence for all": (r"(within|first_key) = (?=[^;]*ROW_TILE)[^;]*", r"\1 = 0"),
+    "keys and values swapped": (r"(acc(\[row\])?)\[STEPS \+ j\]", r"\1[2 * STEPS + j]"),
+    "queries are not in units of the exponent": (r"\*= C::EXPONENT_SCALE", "*= 1.0f"),
+    "sequences past the last one": (r"min\(row_tiles - first_tile, BLOCK_TILES\)", "BLOCK_TILES"),
+    "a row tile too few": (r"(end = min\(row_tiles - first_tile, BLOCK_TILES\))", r"\1 - 1"),
+}
+OF_TWO_ROWS = {  # a warp that has two row tiles, and a block that has more warps than row tiles
+    "row tiles lie in their order": (r"return \(warp / 4 \* ROWS \+ tile % ROWS\) \* 4 \+ warp % 4;", "return tile;"),
+    "both rows have the first one's tokens": (r"\(warpgroup \* ROWS \+ row\) \* \(64", "(warpgroup * ROWS) * (64"),
+    "the second row's result is the first one's": (r"first_tile \+ tile \+ row, first_tile", "first_tile + tile, first_tile"),
+}
+
+
+def caught(source: Source, pattern: str, replacement: str, cache: Path) -> bool:
+    text, count = re.subn(pattern, replacement, source.text)
+    assert count and text != source.text, f"the source no longer has {pattern!r}: write this mutant anew"
+    try:
+        return not right(dataclasses.replace(source, text=text), cache)
+    except EmulationError as error:
+        assert error.report.kind != "compile", f"the mutant does not compile, so it shows nothing: {error}"
+        return True
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
+    assert caught(rendered(), *MUTANTS[fault], cache), fault
+
+
+@pytest.mark.parametrize("fault", OF_TWO_ROWS)
+def test_a_fault_in_the_order_of_rows_is_caught(fault: str, cache: Path) -> None:
+    spec, changes = SHAPES["two rows of two sequences"]
+    assert caught(rendered(dataclasses.replace(spec, dtype="bfloat16"), **changes), *OF_TWO_ROWS[fault], cache), fault
+
+
+def test_the_emulator_says_which_fence_is_missing(cache: Path) -> None:
+    source = rendered()
+    text = re.sub(*MUTANTS["no fence behind the attention's result"], source.text)
+    with pytest.raises(EmulationError, match="wrote without fence_async_proxy"):
+        right(dataclasses.replace(source, text=text), cache)
+
+
+def test_what_it_needs_is_said() -> None:
+    def objection(spec: BlockSpec = RAGGED, arch: str = "sm_90", **changes: int | str | bool) -> str:
+        config = dataclasses.replace(ResidentConfig(), **{**SMALL_TILES, **changes})
+        return "; ".join(ResidentPlan(spec.problem("row"), config).reasons(target(arch)))
+
+    assert not objection()
+    for arch in ("sm_80", "sm_100", "sm_120"):
+        assert f"{arch} has no wgmma" in objection(arch=arch)
+        assert default(RAGGED.problem("row"), target(arch)) is None
+    assert "math fp16 is not for bfloat16" in objection(math="fp16")
+    assert "q, k, v of a head have 288 columns, over 256" in objection(dataclasses.replace(RAGGED, head_dim=96))
+    assert "there are only 3 sequences" in objection(sequences=4)
+    assert "rows 2 does not divide the 3 row tiles" in objection(rows=2)
+    assert "rows 4 leaves half of the block without tokens" in objection(rows=4, sequences=1)
+    assert "key_tile 32" in objection(key_tile=32)
+    assert "out_columns 24 exceeds what 72 channels need" in objection(out_columns=24)
+    assert "polynomial has no zero" in objection(dataclasses.replace(RAGGED, logit_bias=True), polynomial=1)
+    assert "sums product needs weights of 16 bits" in objection(dataclasses.replace(RAGGED, dtype="float32"), math="fp16x3", sums="product")
+    assert "bytes of shared memory exceed" in objection(dataclasses.replace(RAGGED, dim=1152, heads=48))
+    assert "threads exceed 512" in objection(dataclasses.replace(RAGGED, width=528), sequences=1)
+    for spec in (dataclasses.replace(RAGGED, width=1024), BlockSpec(512, 8, 128, 128, 1)):
+        assert default(spec.problem("row"), TARGET) is None, "more tokens than a block has shared memory for"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_starts_of_measured_cases_have_no_bank_conflicts_and_whole_swizzled_tiles(case: Case) -> None:
+    spec = case.spec()
+    for axis in spec.axes:
+        problem = spec.problem(axis)
+        for config in alternatives(problem, TARGET, DTYPE_MATHS[spec.dtype][0]):
+            plan = plan_of(problem, config)
+            assert isinstance(plan, ResidentPlan) and not plan.reasons(TARGET)
+            assert all(set(product.conflicts().values()) == {0} for product in plan.packed.values())
+            starts = (plan.ring, plan.ring_tile, plan.qkv.b_tile, plan.out.b_tile)
+            assert not any(words % 256 for words in starts), "a swizzled matrix starts on 1024 bytes"
+            assert plan.keys % 4 == plan.values % 4 == plan.barriers % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("seed", "float32"), ("deeplab", "bfloat16"), ("msa", "bfloat16"), ("wide512", "bfloat16"), ("long", "bfloat16")]
+)
+def test_defaults_of_measured_cases_compile_and_hardly_spill(name: str, dtype: str) -> None:
+    spec = dataclasses.replace(select([name], [dtype])[0].spec(), axes=("row",))
+    config = default(spec.problem("row"), TARGET)
+    assert config is not None
+    source = render(spec, {"row": config})
+    assert source.arch(TARGET) == "sm_90a"
+    used = compile_source(source, TARGET).resources
+    assert list(used) == ["axial_row_pack", "axial_row_block"] and max(each.local_bytes for each in used.values()) <= 16, (config, used)
+
+
+def test_one_kernel_computes_the_axis_and_scratch_holds_the_result_alone() -> None:
+    source = rendered()
+    pack, block = source.kernels
+    assert (pack.name, block.name) == ("axial_row_pack", "axial_row_block")
+    assert block.threads == 256 and block.count(RAGGED, 2) == 2 * 3 * 3 and block.blocks(RAGGED, 1) == 2
+    assert dict(source.scratch) == {"attended": 3 * 48 * 96} and set(dict(source.packed)) == {"packed_qkv", "packed_out"}
+    assert dict(source.packed)["packed_qkv"] == 3 * (3 * 32) * 128, "a tile of columns is a head"
+    assert source.buffers(3)["packed_out"] == source.buffers(1)["packed_out"]
+    named = ("x", "norm_weight", "norm_bias", "packed_qkv", "attended", "y", "packed_out", "out_bias")
+    assert block.arguments == named
+
+
+def test_overlap_makes_no_difference_to_one_head() -> None:
+    spec = dataclasses.replace(RAGGED, heads=1, head_dim=24)
+    sources = [rendered(spec, overlap=overlap).digest for overlap in (True, False)]
+    assert sources[0] == sources[1]
+    assert ResidentPlan(spec.problem("row"), ResidentConfig()).representative == {"overlap": False}
+    assert ResidentPlan(RAGGED.problem("row"), ResidentConfig()).representative == {"overlap": True}
+
+
+def test_alternatives_are_with_and_without_overlap_and_of_one_block_and_two() -> None:
+    found = alternatives(BlockSpec(64, 4, 64, 64, 4, "bfloat16").problem("row"), TARGET, "bf16")
+    assert [(config.blocks, config.overlap) for config in found] == [(2, True), (2, False), (1, True), (1, False)]
+
+
+def test_a_module_is_written_and_read_back(tmp_path: Path) -> None:
+    configs: dict[str, Config] = {"row": dataclasses.replace(ResidentConfig(), **SMALL_TILES)}
+    source = render(RAGGED, configs)
+    path = write_module(tmp_path, source, configs, PREDICTED, TARGET)
+    module = read_module(path)
+    assert module.configs == configs and module.source == source
+    assert "arch=compute_90a,code=sm_90a" in path.read_text()
