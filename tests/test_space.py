@@ -101,7 +101,13 @@ def test_configurations_that_compile_alike_have_one_representative() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [BlockSpec(dtype="bfloat16"), BlockSpec(64, 4, 64, 64, 4, "bfloat16"), BlockSpec(96, 3, 33, 48), BlockSpec(63, 1, 9, 65, head_dim=20)],
+    [
+        BlockSpec(dtype="bfloat16"),
+        BlockSpec(64, 4, 64, 64, 4, "bfloat16"),
+        BlockSpec(96, 3, 33, 48),
+        BlockSpec(63, 1, 9, 65, head_dim=20),
+        BlockSpec(64, 2, 16, 32),  # rows of 1 alone, which go with four sequences at most
+    ],
 )
 def test_every_resident_configuration_can_be_reached(spec: BlockSpec) -> None:
     """Which rows are legal depends on the sequences of a block, so that the order in which they are chosen matters."""

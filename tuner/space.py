@@ -106,14 +106,23 @@ class Space:
 
     @cached_property
     def frugal(self) -> dict[str, Value]:
-        """Tunable -> the value that leaves the most room, found from the last tunable to the first on a fixed sample."""
+        """Tunable -> the value that leaves the most room, found from the last tunable to the first on a fixed sample; together they are
+        legal where the start is."""
         draw = random.Random(0)
         sample = [{name: draw.choice(values) for name, values in self.values.items()} for _ in range(_SAMPLE)]
         found: dict[str, Value] = {}
         for name in reversed(list(self.values)):
             objections = {value: self._objections([{**context, **found, name: value} for context in sample]) for value in self.values[name]}
             found[name] = min(self.values[name], key=lambda value: objections[value])
-        return found
+        begin = config_values(self.start)
+        kept = {name: begin[name] if begin[name] in options else options[0] for name, options in self.values.items()}
+        if not self._reasons(found) or self._reasons(kept):
+            return found
+        # Values that leave room one by one exclude each other: the start's then, and of those as many as go with it.
+        for name in reversed(list(self.values)):
+            if not self._reasons(thriftier := {**kept, name: found[name]}):
+                kept = thriftier
+        return kept
 
     def _objections(self, sample: Iterable[Mapping[str, Value]]) -> tuple[int, int]:
         """How many objections a sample meets, and what it takes in shared memory and registers."""
