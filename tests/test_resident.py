@@ -24,7 +24,14 @@ from tuner.emulator import EmulationError
 # Two and a half row tiles in each of three sequences, of which a block has two: two of its eight warps have none, the last block is half
 # full, and two tiles of the sums and three of the output's columns have zeros behind.
 RAGGED = BlockSpec(dim=72, heads=3, height=3, width=35, batch=1, dtype="bfloat16", axes=("row",))
-SMALL_TILES = dict(rows=1, sequences=2, stages=2, key_tile=16, out_columns=4, blocks=1)
+SMALL_TILES = dict(
+    rows=1, sequences=2, overlap=True, sum_tile=64, stages=2, attention="mma", key_tile=16, sums="add", polynomial=0, result="scratch",
+    out_columns=4, blocks=1,
+)  # fmt: skip
+# A sequence for wgmma's attention: two warpgroups with a row tile behind the sequence's end, and a last pair of tiles of keys that is
+# masked in part.
+WHOLE = BlockSpec(dim=72, heads=3, height=2, width=105, batch=1, dtype="bfloat16", axes=("row",))
+BY_WGMMA = dict(sequences=1, attention="wgmma", stages=3)
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +58,18 @@ SHAPES: dict[str, tuple[BlockSpec, dict[str, int | str | bool]]] = {
     "eight short sequences": (BlockSpec(18, 3, 4, 11, 1, "bfloat16", ("col",)), dict(sequences=8, sums="product", polynomial=3)),
     "one head": (BlockSpec(63, 1, 2, 65, 1, "float32", ("row",), head_dim=20), dict(sequences=1)),
     "more buffers than weights": (BlockSpec(16, 1, 2, 48, 1, "bfloat16", ("row",)), dict(sequences=2, stages=4, overlap=False)),
+    "narrow steps": (BlockSpec(72, 2, 2, 64, 1, "float16", ("row",)), dict(sum_tile=32, stages=6, sequences=1)),
+    "an odd number of fragments in shared memory": (BlockSpec(48, 3, 3, 48, 1, "bfloat16", ("row",)), dict(result="shared")),
+    "both parts in shared memory": (BlockSpec(64, 2, 3, 48, 1, "float32", ("row",)), dict(result="shared", overlap=False, sum_tile=32)),
+    "attention by wgmma": (WHOLE, dict(**BY_WGMMA, result="shared", polynomial=1)),
+    "attention by wgmma, two rows": (
+        BlockSpec(64, 2, 1, 128, 2, "float16", ("row",)),
+        dict(**BY_WGMMA, rows=2, key_tile=32, overlap=False),
+    ),
+    "attention by wgmma, two sequences": (
+        BlockSpec(64, 2, 3, 64, 1, "bfloat16", ("row",), head_dim=64),
+        dict(**BY_WGMMA) | dict(sequences=2),
+    ),
     "wide heads": (BlockSpec(130, 2, 35, 2, 1, "bfloat16", ("col",), head_dim=64), dict(out_columns=8, stages=3)),
 }
 
@@ -96,9 +115,23 @@ MUTANTS = {
     "sequences past the last one": (r"min\(row_tiles - first_tile, BLOCK_TILES\)", "BLOCK_TILES"),
     "a row tile too few": (r"(end = min\(row_tiles - first_tile, BLOCK_TILES\))", r"\1 - 1"),
 }
+OF_WGMMA_ATTENTION = {
+    "no fence behind keys and values": (r"if constexpr \(S::BY_WARPGROUPS\) fence_async_proxy\(\);", ""),
+    "keys are not swizzled": (r"keys\[swizzled<KEY_ROW>\((16 \* tile[^,]*), ([^)]*)\)\)", r"keys[(\1) * KEY_ROW + (\2)) / 2"),
+    "values are not transposed": (r"__uint_as_float\(transpose_8x8\((.*)\)\);", r"__uint_as_float(\1);"),
+    "the scores are not waited for": (
+        r"wgmma_wait<1>\(\);\n(#pragma unroll\n *for [^\n]*keep_in_registers\(p\[row\]\);\n *wgmma_fence)",
+        r"\1",
+    ),
+    "the weighted sum is not waited for": (r"wgmma_wait<1>\(\);  // the weighted", "//"),
+    "the last weighted sum is not waited for": (r"wgmma_wait<0>\(\);\n *keep_sums", "keep_sums"),
+    "keys behind the end have weights": (r"p\[row\]\[j\]\[i\] = minus_infinity\(\)", "p[row][j][i] = 0.0f"),
+    "each tile has the first one's keys": (r"keys \+ step \* S::KEY_TILE \* KEY_ROW", "keys"),
+    "each tile has the first one's values": (r"key = step \* S::KEY_TILE \+ 16 \* k;", "key = 16 * k;"),
+}
 OF_TWO_ROWS = {  # a warp that has two row tiles, and a block that has more warps than row tiles
     "row tiles lie in their order": (r"return \(warp / 4 \* ROWS \+ tile % ROWS\) \* 4 \+ warp % 4;", "return tile;"),
-    "both rows have the first one's tokens": (r"\(warpgroup \* ROWS \+ row\) \* \(64", "(warpgroup * ROWS) * (64"),
+    "both rows have the first one's tokens": (r"sum_tile, warpgroup \* ROWS \+ row\)", "sum_tile, warpgroup * ROWS)"),
     "the second row's result is the first one's": (r"first_tile \+ tile \+ row, first_tile", "first_tile + tile, first_tile"),
 }
 
@@ -116,6 +149,16 @@ def caught(source: Source, pattern: str, replacement: str, cache: Path) -> bool:
 @pytest.mark.parametrize("fault", MUTANTS)
 def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
     assert caught(rendered(), *MUTANTS[fault], cache), fault
+
+
+@pytest.mark.parametrize("fault", OF_WGMMA_ATTENTION)
+def test_a_fault_in_wgmmas_attention_is_caught(fault: str, cache: Path) -> None:
+    assert caught(rendered(WHOLE, **BY_WGMMA), *OF_WGMMA_ATTENTION[fault], cache), fault
+
+
+def test_a_lost_fragment_in_shared_memory_is_caught(cache: Path) -> None:
+    spec, changes = SHAPES["an odd number of fragments in shared memory"]
+    assert caught(rendered(spec, **changes), r"fill\(held, shared \+ C::ATTENDED[^;]*;", "", cache)
 
 
 @pytest.mark.parametrize("fault", OF_TWO_ROWS)
@@ -147,6 +190,12 @@ def test_what_it_needs_is_said() -> None:
     assert "rows 4 leaves half of the block without tokens" in objection(rows=4, sequences=1)
     assert "key_tile 32" in objection(key_tile=32)
     assert "out_columns 24 exceeds what 72 channels need" in objection(out_columns=24)
+    assert "not of one sequence of 3 row tiles" in objection(attention="wgmma")
+    assert "no rests, which math fp16x3 has" in objection(dataclasses.replace(WHOLE, dtype="float32"), math="fp16x3", **BY_WGMMA)
+    assert "no key mask and no logit bias" in objection(dataclasses.replace(WHOLE, key_mask=True), **BY_WGMMA)
+    assert "rows of 16, 32 or 64 channels, not 48" in objection(dataclasses.replace(WHOLE, head_dim=48), **BY_WGMMA)
+    assert "key_tile 48: 96 keys do not divide the 128" in objection(WHOLE, **{**BY_WGMMA, "key_tile": 48})
+    assert "adds up weights in lanes" in objection(WHOLE, sums="product", **BY_WGMMA)
     assert "polynomial has no zero" in objection(dataclasses.replace(RAGGED, logit_bias=True), polynomial=1)
     assert "sums product needs weights of 16 bits" in objection(dataclasses.replace(RAGGED, dtype="float32"), math="fp16x3", sums="product")
     assert "bytes of shared memory exceed" in objection(dataclasses.replace(RAGGED, dim=1152, heads=48))
@@ -202,9 +251,11 @@ def test_overlap_makes_no_difference_to_one_head() -> None:
     assert ResidentPlan(RAGGED.problem("row"), ResidentConfig()).representative == {"overlap": True}
 
 
-def test_alternatives_are_with_and_without_overlap_and_of_one_block_and_two() -> None:
+def test_alternatives_are_of_both_instructions_with_and_without_overlap() -> None:
     found = alternatives(BlockSpec(64, 4, 64, 64, 4, "bfloat16").problem("row"), TARGET, "bf16")
-    assert [(config.blocks, config.overlap) for config in found] == [(2, True), (2, False), (1, True), (1, False)]
+    assert [(config.attention, config.overlap) for config in found] == [("mma", False), ("mma", True), ("wgmma", False), ("wgmma", True)]
+    found = alternatives(BlockSpec(64, 4, 65, 65, 4, "float32").problem("row"), TARGET, "fp16x3")
+    assert {config.attention for config in found} == {"mma"}
 
 
 def test_a_module_is_written_and_read_back(tmp_path: Path) -> None:

@@ -118,9 +118,9 @@ def test_neighbouring_rows_would_conflict_in_groups_of_four() -> None:
 
 
 MUTANTS = {
-    "rows are not swizzled": (r"\(\(index / 8\) \^ \(row % 8\)\)", "(index / 8)"),
-    "weights are packed without swizzle": (r"tile\) \* P::B_TILE \+ swizzled\(column, k\)", "tile) * P::B_TILE + column * 32 + k / 2"),
-    "eight rows are 512 bytes apart": (r"\(1024ull >> 4\) << 32", "(512ull >> 4) << 32"),
+    "rows are not swizzled": (r"\(\(index / 8\) \^ \(row \* ROW / 32 % \(ROW / 4\)\)\)", "(index / 8)"),
+    "weights are packed without swizzle": (r"tile\) \* P::B_TILE \+ swizzled<ROW>\(column, k\)", "tile) * P::B_TILE + column * 32 + k / 2"),
+    "eight rows are 512 bytes apart": (r"\(32ull \* ROW >> 4\) << 32", "(16ull * ROW >> 4) << 32"),
     "no fence before the products' barrier": (r"fence_async_proxy\(\);\n    __syncthreads", "__syncthreads"),
     "no barrier before the products": (r"__syncthreads\(\);  // operand A and", "//"),
     "no barrier before a buffer is filled again": (r"__syncthreads\(\);  // the step before", "//"),
@@ -132,11 +132,11 @@ MUTANTS = {
     "no commit": (r"  wgmma_commit\(\);\n", "\n"),
     "the accumulators are not cleared": (r"sum_tile > 0 \|\| k > 0", "true || k > 0"),
     "the second half of a row is the first": (r"a \+ 2 \* k, b \+ 2 \* k, acc", "a + 2 * (k % 2), b + 2 * k, acc"),
-    "all warpgroups have the first one's rows": (r"warpgroup \* \(64 \* SWIZZLED_ROW\)", "0"),
+    "all warpgroups have the first one's rows": (r"rows\(shared, sum_tile, warpgroup\)", "rows(shared, sum_tile, 0)"),
     "a part's column tiles are its neighbour's": (r"\(part \+ step / SUM_TILES \* P::PARTS\)", "(step / SUM_TILES)"),
-    "rows g and g+8 are swapped": (r"8 \* half \+ g, index % P::SUM_TILE", "8 - 8 * half + g, index % P::SUM_TILE"),
-    "packed weights have the sum in its own order": (r"k = k / 32 \* 32 .*\n", "\n"),
-    "neighbouring fragments are swapped": (r"chunk\[4\] = \{quad\[0\](.*), quad\[1\]\[half\]", r"chunk[4] = {quad[1]\1, quad[0][half]"),
+    "rows g and g+8 are swapped": (r"swizzled\(row \+ 8 \* half", "swizzled(row + 8 - 8 * half"),
+    "packed weights have the sum in its own order": (r"k = k / 64 \* 64 .*\n", "\n"),
+    "neighbouring fragments are swapped": (r"chunk\[4\] = \{quads\[0\](.*), quads\[1\]\[half\]", r"chunk[4] = {quads[1]\1, quads[0][half]"),
     "weights past the last channel are not zeros": (r"if \(from == nullptr\) continue;", "if (from == nullptr) from = weight;"),
     "the mean is of half a token": (r"group_sum<LANES>\(sum\)", "group_sum<LANES / 2>(sum)"),
     "the variance is of half a token": (r"group_sum<LANES>\(squares\)", "group_sum<LANES / 2>(squares)"),
@@ -193,7 +193,7 @@ def test_wgmma_is_for_16_bit_operands_on_sm_90_in_whole_warpgroups() -> None:
     assert "a warp has one row tile" in objection(qkv_warp_rows=2)
     assert "a warpgroup is 4 warps" in objection(out_down=2)
     assert "is not of wgmma" in objection(out_warp_columns=6)
-    assert "out_sum_tile 32" in objection(out_sum_tile=32)
+    assert "out_sum_tile 16" in objection(out_sum_tile=16)
     assert "out_warp_columns 16 exceeds 8 of mma" in objection(out_engine="mma", out_warp_columns=16)
     for arch in ("sm_80", "sm_100"):
         assert (start := default(BlockSpec(256, 8, 128, 256, 1).problem("row"), target(arch))) is not None
