@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +36,7 @@ TERMS = ("key_mask", "logit_bias")
 class Kernel:
     """How one kernel of a source is launched, and with what.
 
+    axis: whose kernel it is; "" for one of all axes, whose arguments say whose weights they are: "row_qkv_weight".
     arguments: the tensors it takes, in order: "x" (what its axis reads: the block's input, or y where an earlier axis has
         written), "y" (the block's output), one of WEIGHTS or TERMS, or one of the source's scratch buffers. All start on 16 bytes and are
         contiguous; x and y are (batch, height, width, dim). The last argument is an int, the number of items.
@@ -76,7 +77,8 @@ class Kernel:
             return "y"
         if argument == "logit_bias":
             return f"{self.axis}_bias"
-        return f"{self.axis}_{argument.replace('_', '.')}" if argument in WEIGHTS else argument
+        axis, part = (self.axis, argument) if self.axis else argument.split("_", 1)
+        return f"{axis}_{part.replace('_', '.')}" if part in WEIGHTS else argument
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,9 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
         "resident": {axis: plan for axis, plan in plans.items() if isinstance(plan, ResidentPlan)},
     }
     maths = sorted({plan.config.math for plan in plans.values()})
-    text = environment().get_template("source.cu.j2").render(spec=spec, maths=maths, **families)
-    kernels: list[Kernel] = []
+    packing = [(plan, name) for plan in plans.values() if isinstance(plan, StreamedPlan) for name in plan.packed]
+    text = environment().get_template("source.cu.j2").render(spec=spec, maths=maths, packing=packing, **families)
+    kernels: list[Kernel] = _pack_kernel(packing)
     scratch: dict[str, int] = {}
     packed: dict[str, int] = {}
     for index, (axis, plan) in enumerate(plans.items()):
@@ -157,8 +160,7 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
             kernels += _staged_kernels(axis, plan) if isinstance(plan, StagedPlan) else _resident_kernels(axis, plan)
             for name, elements in plan.scratch:  # the axes run one after the other, and so can share
                 scratch[name] = max(elements, scratch.get(name, 0))
-            for name, elements in plan.packed_scratch:
-                packed[name] = max(elements, packed.get(name, 0))
+            packed |= dict(plan.packed_scratch)
         else:
             follows = index > 0
             kernels.append(_sequence_kernel(axis, plan, follows))
@@ -188,7 +190,6 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
     qkv = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), query, key, value)
     out = (attended, *(("x",) if block.residual else ()), "y", *_read(plan, "out"))
     return [
-        *_pack_kernel(axis, plan),
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
         kernel("attention", "sequences", 1, block.heads * plan.attention.groups, (query, key, value, attended, *block.terms)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
@@ -201,21 +202,23 @@ def _resident_kernels(axis: str, plan: ResidentPlan) -> list[Kernel]:
     scratch = tuple(name for name, _ in plan.scratch)
     arguments = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), *scratch, "y", *_read(plan, "out"), *block.terms)
     kernel = Kernel(f"axial_{axis}_block", axis, threads, shared, plan.block_tiles, False, arguments, "row_tiles")
-    return [*_pack_kernel(axis, plan), kernel, *_norm_kernel(axis, plan)]
+    return [kernel, *_norm_kernel(axis, plan)]
 
 
 def _read(plan: StreamedPlan, product: str) -> tuple[str, ...]:
     """What a product reads: its weights, packed or not, and a bias."""
-    packed = {f"{name}_weight": f"packed_{name}" for name in plan.packed}
+    packed = {f"{name}_weight": plan.packed_name(name) for name in plan.packed}
     return tuple(packed.get(name, name) for name in plan.problem.block.parameters_of(product))
 
 
-def _pack_kernel(axis: str, plan: StreamedPlan) -> list[Kernel]:
-    if not plan.packed:
+def _pack_kernel(packing: Sequence[tuple[StreamedPlan, str]]) -> list[Kernel]:
+    """One kernel ahead of all others for the packed products of all axes: a launch takes about as long as packing itself."""
+    if not packing:
         return []
-    chunks = sum(product.chunks for product in plan.packed.values())
-    arguments = (*(f"{name}_weight" for name in plan.packed), *(f"packed_{name}" for name in plan.packed))
-    return [Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, arguments, "chunks", fixed=chunks)]
+    chunks = sum(plan.packed[name].chunks for plan, name in packing)
+    weights = (f"{plan.problem.axis}_{name}_weight" for plan, name in packing)
+    arguments = (*weights, *(plan.packed_name(name) for plan, name in packing))
+    return [Kernel("axial_pack", "", PACK_THREADS, 0, PACK_THREADS, False, arguments, "chunks", fixed=chunks)]
 
 
 def _norm_kernel(axis: str, plan: StreamedPlan) -> list[Kernel]:
