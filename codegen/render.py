@@ -44,7 +44,7 @@ class Kernel:
         (batch * height * width), or "chunks", of which there are `fixed` whatever the batch.
     items_per_block, blocks_per_group: grid.x is ceil(items / items_per_block) * blocks_per_group; the blocks of a group share items.
     threads, shared_bytes: of a block; the shared memory is dynamic.
-    dependent_launch: it may be launched with programmatic stream serialization behind the kernel before it.
+    dependent_launch: it may be launched with programmatic stream serialization behind the kernel before it (_dependent).
     """
 
     name: str
@@ -155,37 +155,61 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
     kernels: list[Kernel] = _pack_kernel(packing)
     scratch: dict[str, int] = {}
     packed: dict[str, int] = {}
-    for index, (axis, plan) in enumerate(plans.items()):
+    for axis, plan in plans.items():
+        dependent = _dependent(plan, axis == spec.axes[0])
         if isinstance(plan, StreamedPlan):
-            kernels += _staged_kernels(axis, plan) if isinstance(plan, StagedPlan) else _resident_kernels(axis, plan)
+            kernels += _staged_kernels(axis, plan, dependent) if isinstance(plan, StagedPlan) else _resident_kernels(axis, plan, dependent)
             for name, elements in plan.scratch:  # the axes run one after the other, and so can share
                 scratch[name] = max(elements, scratch.get(name, 0))
             packed |= dict(plan.packed_scratch)
         else:
-            follows = index > 0
-            kernels.append(_sequence_kernel(axis, plan, follows))
+            kernels.append(_sequence_kernel(axis, plan, dependent))
     return Source(spec, text, tuple(kernels), tuple(scratch.items()), tuple(packed.items()))
 
 
-def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
+def _dependent(plan: Plan, first: bool) -> bool:
+    """Whether the first kernel of an axis may be launched with programmatic stream serialization: behind `axial_pack` where its axis is
+    the `first`, else behind the last kernel of the axis before.
+
+    Such a kernel begins when all blocks of the one before have begun, and each of its blocks waits for the end of that one
+    (wait_for_previous_kernel). What keeps this right for every mix of families:
+
+    - The first kernel of a forward is launched normally. When it begins, what wrote x, the weights and the logits' terms has ended, and
+      so has the forward before. What is read of these alone is read without waiting, as the first axis' x is by its norm.
+    - All else (packed weights, scratch, y, and so the second axis' x) is touched behind the wait alone. So a write meets neither a read
+      nor a write of an earlier kernel, of either axis. A block has waited when one thread has and a barrier is behind it, because what
+      was written is then visible to the grid.
+    - As a block ends after its wait, a kernel's end means that all kernels before it have ended, and it is enough to wait for the one
+      directly before. The second axis' weights are packed when the first axis' last kernel has ended: that has waited for packing, or
+      was launched normally, as every other kernel is, when packing had ended. While it runs they need not be.
+
+    So a kernel that does not wait must be launched normally: that of `sequence` where it is the first axis', though behind packing, and
+    that of `staged` unless it multiplies by warpgroups. A second axis of `staged`, whose x is not waited for, is so too.
+    """
+    if isinstance(plan, StagedPlan):
+        return first and "qkv" in plan.packed
+    return plan.config.dependent_launch and (isinstance(plan, ResidentPlan) or not first)
+
+
+def _sequence_kernel(axis: str, plan: SequencePlan, dependent: bool) -> Kernel:
     return Kernel(
         name=f"axial_{axis}",
         axis=axis,
         threads=plan.threads,
         shared_bytes=plan.shared_bytes,
         items_per_block=plan.config.sequences * plan.config.rounds,
-        dependent_launch=plan.config.dependent_launch and follows,
+        dependent_launch=dependent,
         arguments=("x", "y", *plan.problem.block.parameters, *plan.problem.block.terms),
     )
 
 
-def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
+def _staged_kernels(axis: str, plan: StagedPlan, dependent: bool) -> list[Kernel]:
     used, block = plan.kernels, plan.problem.block
     query, key, value, attended = (name for name, _ in plan.scratch)
 
     def kernel(stage: str, items: str, per_block: int, group: int, arguments: tuple[str, ...]) -> Kernel:
         threads, shared = used[stage][:2]
-        return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
+        return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, dependent and stage == "qkv", arguments, items, group)
 
     qkv = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), query, key, value)
     out = (attended, *(("x",) if block.residual else ()), "y", *_read(plan, "out"))
@@ -197,11 +221,11 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
     ]
 
 
-def _resident_kernels(axis: str, plan: ResidentPlan) -> list[Kernel]:
+def _resident_kernels(axis: str, plan: ResidentPlan, dependent: bool) -> list[Kernel]:
     block, (threads, shared) = plan.problem.block, plan.kernels["block"][:2]
     scratch = tuple(name for name, _ in plan.scratch)
     arguments = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), *scratch, "y", *_read(plan, "out"), *block.terms)
-    kernel = Kernel(f"axial_{axis}_block", axis, threads, shared, plan.block_tiles, False, arguments, "row_tiles")
+    kernel = Kernel(f"axial_{axis}_block", axis, threads, shared, plan.block_tiles, dependent, arguments, "row_tiles")
     return [kernel, *_norm_kernel(axis, plan)]
 
 
