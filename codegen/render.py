@@ -77,7 +77,7 @@ class Kernel:
             return "y"
         if argument == "logit_bias":
             return f"{self.axis}_bias"
-        axis, part = (self.axis, argument) if self.axis else argument.split("_", 1)
+        axis, part = (self.axis, argument) if self.axis else argument.partition("_")[::2]
         return f"{axis}_{part.replace('_', '.')}" if part in WEIGHTS else argument
 
 
