@@ -193,10 +193,11 @@ def read_module(path: Path | str) -> Emitted:
         configs = {axis: config_from_dict(found["CONFIGS"][axis]) for axis in spec.axes}
         kernels = tuple(_kernel(kernel) for kernel in found["KERNELS"])
         scratch, packed = (tuple((name, int(elements)) for name, elements in found.get(key, {}).items()) for key in ("SCRATCH", "PACKED"))
-        if tuple(dict.fromkeys(kernel.axis for kernel in kernels)) != spec.axes:
+        if tuple(dict.fromkeys(kernel.axis for kernel in kernels if kernel.axis)) != spec.axes:
             raise SpecError(f"its kernels are not those of the axes {list(spec.axes)}")
         for kernel in kernels:
-            if unknown := set(kernel.arguments) - {"x", "y", *WEIGHTS, *TERMS, *dict(scratch), *dict(packed)}:
+            own = ("x", "y", *WEIGHTS, *TERMS) if kernel.axis else (f"{axis}_{name}" for axis in spec.axes for name in WEIGHTS)
+            if unknown := set(kernel.arguments) - {*own, *dict(scratch), *dict(packed)}:
                 raise SpecError(f"kernel {kernel.name}: {unknown.pop()!r} is no argument")
         if not isinstance(found["CUDA_SOURCE"], str):
             raise SpecError("its CUDA_SOURCE is no text")
@@ -320,8 +321,8 @@ def _call(kernel: Kernel, spec: BlockSpec) -> str:
 
     def expression(argument: str) -> str:
         tensor = kernel.tensor(spec, argument)
-        if argument in WEIGHTS:
-            return f"data({kernel.axis}_{argument})"
+        if tensor in parameter_shapes(spec):
+            return f"data({tensor.replace('.', '_')})"
         if argument in TERMS:
             return f"bytes({tensor})" if argument == "key_mask" else f"data({tensor})"
         return {"x": "data(x)", "y": "out"}.get(tensor, tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +36,7 @@ TERMS = ("key_mask", "logit_bias")
 class Kernel:
     """How one kernel of a source is launched, and with what.
 
+    axis: whose kernel it is; "" for one of all axes, whose arguments say whose weights they are: "row_qkv_weight".
     arguments: the tensors it takes, in order: "x" (what its axis reads: the block's input, or y where an earlier axis has
         written), "y" (the block's output), one of WEIGHTS or TERMS, or one of the source's scratch buffers. All start on 16 bytes and are
         contiguous; x and y are (batch, height, width, dim). The last argument is an int, the number of items.
@@ -43,7 +44,7 @@ class Kernel:
         (batch * height * width), or "chunks", of which there are `fixed` whatever the batch.
     items_per_block, blocks_per_group: grid.x is ceil(items / items_per_block) * blocks_per_group; the blocks of a group share items.
     threads, shared_bytes: of a block; the shared memory is dynamic.
-    dependent_launch: it may be launched with programmatic stream serialization behind the kernel before it.
+    dependent_launch: it may be launched with programmatic stream serialization behind the kernel before it (_dependent).
     """
 
     name: str
@@ -76,7 +77,8 @@ class Kernel:
             return "y"
         if argument == "logit_bias":
             return f"{self.axis}_bias"
-        return f"{self.axis}_{argument.replace('_', '.')}" if argument in WEIGHTS else argument
+        axis, part = (self.axis, argument) if self.axis else argument.partition("_")[::2]
+        return f"{axis}_{part.replace('_', '.')}" if part in WEIGHTS else argument
 
 
 @dataclass(frozen=True)
@@ -148,47 +150,70 @@ def render(spec: BlockSpec, configs: Mapping[str, Config]) -> Source:
         "resident": {axis: plan for axis, plan in plans.items() if isinstance(plan, ResidentPlan)},
     }
     maths = sorted({plan.config.math for plan in plans.values()})
-    text = environment().get_template("source.cu.j2").render(spec=spec, maths=maths, **families)
-    kernels: list[Kernel] = []
+    packing = [(plan, name) for plan in plans.values() if isinstance(plan, StreamedPlan) for name in plan.packed]
+    text = environment().get_template("source.cu.j2").render(spec=spec, maths=maths, packing=packing, **families)
+    kernels: list[Kernel] = _pack_kernel(packing)
     scratch: dict[str, int] = {}
     packed: dict[str, int] = {}
-    for index, (axis, plan) in enumerate(plans.items()):
+    for axis, plan in plans.items():
+        dependent = _dependent(plan, axis == spec.axes[0])
         if isinstance(plan, StreamedPlan):
-            kernels += _staged_kernels(axis, plan) if isinstance(plan, StagedPlan) else _resident_kernels(axis, plan)
+            kernels += _staged_kernels(axis, plan, dependent) if isinstance(plan, StagedPlan) else _resident_kernels(axis, plan, dependent)
             for name, elements in plan.scratch:  # the axes run one after the other, and so can share
                 scratch[name] = max(elements, scratch.get(name, 0))
-            for name, elements in plan.packed_scratch:
-                packed[name] = max(elements, packed.get(name, 0))
+            packed |= dict(plan.packed_scratch)
         else:
-            follows = index > 0
-            kernels.append(_sequence_kernel(axis, plan, follows))
+            kernels.append(_sequence_kernel(axis, plan, dependent))
     return Source(spec, text, tuple(kernels), tuple(scratch.items()), tuple(packed.items()))
 
 
-def _sequence_kernel(axis: str, plan: SequencePlan, follows: bool) -> Kernel:
+def _dependent(plan: Plan, first: bool) -> bool:
+    """Whether the first kernel of an axis may be launched with programmatic stream serialization: behind `axial_pack` where its axis is
+    the `first`, else behind the last kernel of the axis before.
+
+    Such a kernel begins when all blocks of the one before have begun, and each of its blocks waits for the end of that one
+    (wait_for_previous_kernel). What keeps this right for every mix of families:
+
+    - The first kernel of a forward is launched normally. When it begins, what wrote x, the weights and the logits' terms has ended, and
+      so has the forward before. What is read of these alone is read without waiting, as the first axis' x is by its norm.
+    - All else (packed weights, scratch, y, and so the second axis' x) is touched behind the wait alone. So a write meets neither a read
+      nor a write of an earlier kernel, of either axis. A block has waited when one thread has and a barrier is behind it, because what
+      was written is then visible to the grid.
+    - As a block ends after its wait, a kernel's end means that all kernels before it have ended, and it is enough to wait for the one
+      directly before. The second axis' weights are packed when the first axis' last kernel has ended: that has waited for packing, or
+      was launched normally, as every other kernel is, when packing had ended. While it runs they need not be.
+
+    So a kernel that does not wait must be launched normally: that of `sequence` where it is the first axis', though behind packing, and
+    that of `staged` unless it multiplies by warpgroups. A second axis of `staged`, whose x is not waited for, is so too.
+    """
+    if isinstance(plan, StagedPlan):
+        return first and "qkv" in plan.packed
+    return plan.config.dependent_launch and (isinstance(plan, ResidentPlan) or not first)
+
+
+def _sequence_kernel(axis: str, plan: SequencePlan, dependent: bool) -> Kernel:
     return Kernel(
         name=f"axial_{axis}",
         axis=axis,
         threads=plan.threads,
         shared_bytes=plan.shared_bytes,
         items_per_block=plan.config.sequences * plan.config.rounds,
-        dependent_launch=plan.config.dependent_launch and follows,
+        dependent_launch=dependent,
         arguments=("x", "y", *plan.problem.block.parameters, *plan.problem.block.terms),
     )
 
 
-def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
+def _staged_kernels(axis: str, plan: StagedPlan, dependent: bool) -> list[Kernel]:
     used, block = plan.kernels, plan.problem.block
     query, key, value, attended = (name for name, _ in plan.scratch)
 
     def kernel(stage: str, items: str, per_block: int, group: int, arguments: tuple[str, ...]) -> Kernel:
         threads, shared = used[stage][:2]
-        return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, False, arguments, items, group)
+        return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, dependent and stage == "qkv", arguments, items, group)
 
     qkv = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), query, key, value)
     out = (attended, *(("x",) if block.residual else ()), "y", *_read(plan, "out"))
     return [
-        *_pack_kernel(axis, plan),
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
         kernel("attention", "sequences", 1, block.heads * plan.attention.groups, (query, key, value, attended, *block.terms)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),
@@ -196,26 +221,28 @@ def _staged_kernels(axis: str, plan: StagedPlan) -> list[Kernel]:
     ]
 
 
-def _resident_kernels(axis: str, plan: ResidentPlan) -> list[Kernel]:
+def _resident_kernels(axis: str, plan: ResidentPlan, dependent: bool) -> list[Kernel]:
     block, (threads, shared) = plan.problem.block, plan.kernels["block"][:2]
     scratch = tuple(name for name, _ in plan.scratch)
     arguments = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), *scratch, "y", *_read(plan, "out"), *block.terms)
-    kernel = Kernel(f"axial_{axis}_block", axis, threads, shared, plan.block_tiles, False, arguments, "row_tiles")
-    return [*_pack_kernel(axis, plan), kernel, *_norm_kernel(axis, plan)]
+    kernel = Kernel(f"axial_{axis}_block", axis, threads, shared, plan.block_tiles, dependent, arguments, "row_tiles")
+    return [kernel, *_norm_kernel(axis, plan)]
 
 
 def _read(plan: StreamedPlan, product: str) -> tuple[str, ...]:
     """What a product reads: its weights, packed or not, and a bias."""
-    packed = {f"{name}_weight": f"packed_{name}" for name in plan.packed}
+    packed = {f"{name}_weight": plan.packed_name(name) for name in plan.packed}
     return tuple(packed.get(name, name) for name in plan.problem.block.parameters_of(product))
 
 
-def _pack_kernel(axis: str, plan: StreamedPlan) -> list[Kernel]:
-    if not plan.packed:
+def _pack_kernel(packing: Sequence[tuple[StreamedPlan, str]]) -> list[Kernel]:
+    """One kernel ahead of all others for the packed products of all axes: a launch takes about as long as packing itself."""
+    if not packing:
         return []
-    chunks = sum(product.chunks for product in plan.packed.values())
-    arguments = (*(f"{name}_weight" for name in plan.packed), *(f"packed_{name}" for name in plan.packed))
-    return [Kernel(f"axial_{axis}_pack", axis, PACK_THREADS, 0, PACK_THREADS, False, arguments, "chunks", fixed=chunks)]
+    chunks = sum(plan.packed[name].chunks for plan, name in packing)
+    weights = (f"{plan.problem.axis}_{name}_weight" for plan, name in packing)
+    arguments = (*weights, *(plan.packed_name(name) for plan, name in packing))
+    return [Kernel("axial_pack", "", PACK_THREADS, 0, PACK_THREADS, False, arguments, "chunks", fixed=chunks)]
 
 
 def _norm_kernel(axis: str, plan: StreamedPlan) -> list[Kernel]:

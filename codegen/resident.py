@@ -52,6 +52,7 @@ class ResidentConfig(Config):
     result: str = tunable("scratch", ("scratch", "shared"), "attention's result: in global scratch, or in shared memory beside the tokens")
     out_columns: int = tunable(8, (4, 8, 12, 16, 24, 32), "8-column tiles of the output product that are computed at once")
     blocks: int = tunable(1, (1, 2, 3), "blocks a multiprocessor must be able to hold, which caps registers")
+    dependent_launch: bool = tunable(True, (True, False), "start while weights are packed, or the axis before it still runs")
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ class ResidentPlan(StreamedPlan):
         tile = c.key_tile * (2 if c.attention == "wgmma" else 1)  # wgmma takes tiles of keys in pairs
         rules = [
             (target.warpgroup_products, f"{target.arch} has no wgmma"),
+            (target.dependent_launch or not c.dependent_launch, f"{target.arch} has no dependent launch"),
             (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
             (self.qkv.columns <= _MOST_COLUMNS, f"q, k, v of a head have {self.qkv.columns} columns, over {_MOST_COLUMNS} of wgmma"),
             (self.attention.holds_queries, f"head_dim {self.head_dim} has too many queries for registers"),

@@ -82,11 +82,15 @@ class StreamedPlan:
         """Of "qkv" and "out", the products whose weights are packed before they are multiplied."""
         raise NotImplementedError
 
+    def packed_name(self, product: str) -> str:
+        """The buffer of a product's packed weights: each axis has its own, because one kernel fills them all before the first axis."""
+        return f"{self.problem.axis}_packed_{product}"
+
     @property
     def packed_scratch(self) -> tuple[tuple[str, int], ...]:
         """(name, elements of the block's type) of the packed weights, whatever the batch: a word holds the two parts of a float32 weight
         or two of 16 bits."""
-        return tuple((f"packed_{name}", p.packed * 4 // self.problem.block.itemsize) for name, p in self.packed.items())
+        return tuple((self.packed_name(name), p.packed * 4 // self.problem.block.itemsize) for name, p in self.packed.items())
 
     @property
     def kernels(self) -> dict[str, tuple[int, int, int, int]]:

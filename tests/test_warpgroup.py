@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from codegen.config import Config
 from codegen.layout import Access
 from codegen.module import read_module, write_module
 from codegen.render import Source, render
+from codegen.sequence import default as sequence_default
 from codegen.spec import BlockSpec, SpecError
 from codegen.staged import DTYPE_MATHS, StagedConfig, StagedPlan, alternatives, default
 from codegen.target import target
@@ -242,7 +244,7 @@ def test_defaults_of_large_blocks_are_of_wgmma_without_spills_or_conflicts(shape
     source = render(spec, {"row": config})
     assert source.arch(TARGET) == "sm_90a"
     used = compile_source(source, TARGET).resources
-    assert len(used) == 4 and not any(used[f"axial_row_{stage}"].local_bytes for stage in ("pack", "qkv", "out"))
+    assert len(used) == 4 and not any(used[f"axial_{kernel}"].local_bytes for kernel in ("pack", "row_qkv", "row_out"))
 
 
 @pytest.mark.parametrize("warp_columns", COLUMN_TILES)
@@ -259,11 +261,55 @@ def test_packed_weights_are_scratch_of_one_size_for_every_batch() -> None:
     plan = StagedPlan(spec.problem("row"), by_warpgroups(spec))
     assert isinstance(plan.qkv, WarpgroupProduct)
     inner = 3 * 32  # heads of 24 channels take 32
-    assert dict(source.packed) == {"packed_qkv": -(-3 * inner // 64) * 64 * 128, "packed_out": 128 * 128}
-    assert source.buffers(3)["packed_out"] == source.buffers(1)["packed_out"]
+    assert dict(source.packed) == {"row_packed_qkv": -(-3 * inner // 64) * 64 * 128, "row_packed_out": 128 * 128}
+    assert source.buffers(3)["row_packed_out"] == source.buffers(1)["row_packed_out"]
     pack = source.kernels[0]
     assert pack.count(spec, 1) == pack.count(spec, 7) == (5 * 64 * 128 + 128 * 128) // 8
-    assert pack.arguments == ("qkv_weight", "out_weight", "packed_qkv", "packed_out")
+    assert pack.arguments == ("row_qkv_weight", "row_out_weight", "row_packed_qkv", "row_packed_out")
+
+
+PAIR = BlockSpec(dim=72, heads=3, height=19, width=35, batch=1)
+
+
+def pair(dtype: str, col: tuple[str, ...] = BOTH) -> tuple[Source, dict[str, Config]]:
+    """A block of which both axes have products by warpgroups, the columns those of `col`."""
+    spec = dataclasses.replace(PAIR, dtype=dtype)
+    groups = {"row": BOTH, "col": col}
+    configs: dict[str, Config] = {axis: by_warpgroups(dataclasses.replace(spec, axes=(axis,)), groups[axis]) for axis in spec.axes}
+    return render(spec, configs), configs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("col", [BOTH, ("out",), ()], ids=["both", "out", "none"])
+def test_one_kernel_packs_for_both_axes(dtype: str, col: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
+    source, configs = pair(dtype, col)
+    pack, *others = source.kernels
+    assert pack.name == "axial_pack" and not any(kernel.name.endswith("pack") for kernel in others)
+    assert {name for name, _ in source.packed} == {"row_packed_qkv", "row_packed_out", *(f"col_packed_{name}" for name in col)}
+    assert pack.tensor(source.spec, "row_qkv_weight") == "row_qkv.weight"
+    assert right(source, cache)
+    text = write_module(tmp_path, source, configs, PREDICTED, TARGET).read_text()
+    assert text.count("cudaLaunchKernelEx(&config, axial_pack, data(row_qkv_weight), data(row_out_weight), ") == 1
+    assert read_module(next(tmp_path.glob("axial_*.py"))).source == source
+
+
+def test_an_axis_packs_behind_a_kernel_that_does_not(cache: Path) -> None:
+    start = sequence_default(PAIR.problem("row"), TARGET)
+    assert start is not None
+    source = render(PAIR, {"row": start, "col": by_warpgroups(dataclasses.replace(PAIR, axes=("col",)))})
+    assert [kernel.name for kernel in source.kernels][:2] == ["axial_pack", "axial_row"]
+    assert not source.kernels[1].dependent_launch, "or what follows it would not know that packing has ended"
+    assert right(source, cache)
+
+
+def test_a_module_names_arguments_that_a_block_has(tmp_path: Path) -> None:
+    source, configs = pair("bfloat16")
+    path = write_module(tmp_path, source, configs, PREDICTED, TARGET)
+    text = path.read_text()
+    for odd in ("qkv_weight", "row_x", "depth_qkv_weight"):
+        path.write_text(text.replace('"row_qkv_weight"', f'"{odd}"', 1))
+        with pytest.raises(SpecError, match=f"'{odd}' is no argument"):
+            read_module(path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

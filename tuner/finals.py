@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from codegen.config import Config
 from codegen.library import FORMS
-from codegen.sequence import SequenceConfig
 from codegen.spec import BlockSpec
 from codegen.target import Target
 from tuner.trial import Candidate, Outcome, Timing
@@ -48,7 +47,7 @@ def combinations(
 
 
 def _independent(config: Config) -> Config:
-    return replace(config, dependent_launch=False) if isinstance(config, SequenceConfig) else config
+    return replace(config, **{"dependent_launch": False}) if "dependent_launch" in config.tunables() else config
 
 
 @dataclass(frozen=True)

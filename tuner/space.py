@@ -251,7 +251,7 @@ def space(
     """The space of one axis and family.
 
     fixed: tunables held at one value (see parse_fixed). tolerance: decides which arithmetics take part.
-    dependent_launch: its values; by default the target's best alone, for it only acts between the kernels of a pair.
+    dependent_launch: its values; by default the target's best alone, for what it does between the axes of a pair no search of one sees.
 
     Raises SpecError when nothing is legal, with the objections to the most frugal configuration.
     """

@@ -52,7 +52,8 @@ def streamed_parts(plan: StagedPlan | ResidentPlan, resources: Mapping[str, Reso
 
 
 def _packing(plan: StreamedPlan, target: Target) -> Parts:
-    """The kernel that packs weights: a launch, one wait, and what it reads and writes."""
+    """The kernel that packs weights: a launch, one wait, and what it reads and writes. It packs for both axes of a pair, whose sum
+    therefore has a launch too many, the same for every pair of this kind."""
     moved = 2 * 4 * sum(p.packed for p in plan.packed.values())
     none = dict.fromkeys(NAMES, 0.0)
     return Parts(**none | {"launch": 1.0, "wait": L2_CYCLES / target.clock, "grid": moved / (target.bandwidth * 1e3)})

@@ -175,6 +175,7 @@ struct Resident {
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < STAGES; ++stage) init_barrier(shared + C::BARRIERS + 2 * stage);
       publish_barriers();
+      wait_for_previous_kernel();  // the weights are packed; the barrier below has all threads behind this
       for (int step = 0; step < min(STAGES, ALL_STEPS); ++step) start(shared, packed_qkv, packed_out, step);
     }
     normalise_by_groups<C>({{ (["x"] + norms | list) | join(", ") }}, first_tile, first_tile + end,

@@ -7,6 +7,7 @@ __device__ __forceinline__ void warpgroup_qkv({{ (["const Element* x"] + norms |
   using P = typename C::Qkv;
   using Product = WarpgroupProduct<P>;
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) wait_for_previous_kernel();  // the weights are packed; the barrier behind fill has all threads behind this
   Product::run(
       shared, packed, part,
       [&](float* a) {
