@@ -254,14 +254,15 @@ def _careful(problem: AxisProblem, target: Target, math: str, attention: str, ov
     least = min(128, 16 * together[-1] * tiles) if tiles <= 4 else 0
     columns = [n for n in (32, 16, 8, 4) if n <= max(4, ceil_div(block.dim, 8))]
     key_tiles = (16, 32, 80, 48) if math == "fp16x3" else (32, 80, 48, 16)  # operands in two parts take twice the registers
-    for tokens, blocks, rows, sequences, result, out_columns, stages, key_tile in itertools.product(
-        (least, 0) if least else (0,), (2, 1), (1, 2, 4), together, ("shared", "scratch"), columns, (4, 3, 2), key_tiles
+    rings = ((64, 4), (64, 3), (32, 4), (32, 3), (64, 2), (32, 2))  # steps of half the size rather than two buffers alone
+    for tokens, blocks, rows, sequences, result, out_columns, (sum_tile, stages), key_tile in itertools.product(
+        (least, 0) if least else (0,), (2, 1), (1, 2, 4), together, ("shared", "scratch"), columns, rings, key_tiles
     ):
         if 16 * sequences * tiles < tokens:
             continue
         config = ResidentConfig(
-            math=math, sequences=sequences, rows=rows, overlap=overlap, stages=stages, attention=attention, key_tile=key_tile, sums=sums,
-            polynomial=polynomial, result=result, out_columns=out_columns, blocks=blocks,
+            math=math, sequences=sequences, rows=rows, overlap=overlap, sum_tile=sum_tile, stages=stages, attention=attention,
+            key_tile=key_tile, sums=sums, polynomial=polynomial, result=result, out_columns=out_columns, blocks=blocks,
         )  # fmt: skip
         if not ResidentPlan(problem, config).reasons(target):
             return config
