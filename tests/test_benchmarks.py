@@ -569,8 +569,8 @@ def test_the_sanitizer_sample_is_the_same_each_time_and_covers_types_and_familie
     drawn = sample(8, 0, target("sm_90"))
     assert [s.digest for s in drawn] == [s.digest for s in sample(8, 0, target("sm_90"))]
     assert {s.spec.dtype for s in drawn} == set(DTYPES)
-    assert {2, 3, 6} <= {len(s.kernels) for s in drawn} <= {2, 3, 5, 6, 7}, "one more packs weights"
-    assert any("row_block" in s.kernels[1].name for s in drawn)
+    names = [{kernel.name for kernel in s.kernels} for s in drawn]
+    assert all(any(name in each for each in names) for name in ("axial_row", "axial_row_qkv", "axial_row_block")), "three families"
     assert {len(s.kernels) for s in sample(8, 0, target("sm_80"))} == {2, 6}, "one family needs sm_90"
 
 

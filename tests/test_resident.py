@@ -228,18 +228,18 @@ def test_defaults_of_measured_cases_compile_and_hardly_spill(name: str, dtype: s
     source = render(spec, {"row": config})
     assert source.arch(TARGET) == "sm_90a"
     used = compile_source(source, TARGET).resources
-    assert list(used) == ["axial_row_pack", "axial_row_block"] and max(each.local_bytes for each in used.values()) <= 16, (config, used)
+    assert list(used) == ["axial_pack", "axial_row_block"] and max(each.local_bytes for each in used.values()) <= 16, (config, used)
 
 
 def test_one_kernel_computes_the_axis_and_scratch_holds_the_result_alone() -> None:
     source = rendered()
     pack, block = source.kernels
-    assert (pack.name, block.name) == ("axial_row_pack", "axial_row_block")
+    assert (pack.name, block.name) == ("axial_pack", "axial_row_block")
     assert block.threads == 256 and block.count(RAGGED, 2) == 2 * 3 * 3 and block.blocks(RAGGED, 1) == 2
-    assert dict(source.scratch) == {"attended": 3 * 48 * 96} and set(dict(source.packed)) == {"packed_qkv", "packed_out"}
-    assert dict(source.packed)["packed_qkv"] == 3 * (3 * 32) * 128, "a tile of columns is a head"
-    assert source.buffers(3)["packed_out"] == source.buffers(1)["packed_out"]
-    named = ("x", "norm_weight", "norm_bias", "packed_qkv", "attended", "y", "packed_out", "out_bias")
+    assert dict(source.scratch) == {"attended": 3 * 48 * 96} and set(dict(source.packed)) == {"row_packed_qkv", "row_packed_out"}
+    assert dict(source.packed)["row_packed_qkv"] == 3 * (3 * 32) * 128, "a tile of columns is a head"
+    assert source.buffers(3)["row_packed_out"] == source.buffers(1)["row_packed_out"]
+    named = ("x", "norm_weight", "norm_bias", "row_packed_qkv", "attended", "y", "row_packed_out", "out_bias")
     assert block.arguments == named
 
 

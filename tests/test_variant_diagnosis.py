@@ -83,7 +83,7 @@ FORGOTTEN: dict[str, tuple[str, dict[str, Any], str, str, str]] = {  # family, f
         "staged", {"post_norm": True, "norm": "rms"}, r"\n +if \(token < tokens\).*;", "", "post-norm: missing, not RMSNorm",
     ),
     "scale": ("sequence", {"head_dim": 16}, r"(EXPONENT_SCALE = [\d.e+-]+f)", r"\1 * 1.41421356f", "scores: scaled by 1/sqrt(dim / heads)"),
-    "residual": ("staged", {"post_norm": True}, r"load_channels<C::DIM>\(sums\[half\]\[run\], x .*(?=;)", "", "residual: x is not added"),
+    "residual": ("staged", {"post_norm": True}, r"load_channels<C::DIM>\(to\[half\]\[run\], x .*(?=;)", "", "residual: x is not added"),
 }  # fmt: skip
 
 

@@ -129,7 +129,7 @@ MUTANTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "qkv bias of k and v is q's (staged)": ("staged", {"qkv_bias": True}, r"\(which \* C::HEADS \+ within / STEPS\)", "(within / STEPS)"),
     "qkv bias by padded heads": ("sequence", {"qkv_bias": True}, r"bias \+ head \* C::HEAD_DIM", "bias + head * C::PADDED_HEAD_DIM"),
     "an output bias that is off": ("", {"out_bias": False}, r"(acc\[[^;]*?\]\[2 \* half( \+ c % 2)?\])", r"0.125f + \1"),
-    "no residual": ("", {"qkv_bias": True}, r" \+ kept\[[01]\]|load_channels<C::DIM>\(sums\[half\]\[run\], x .*(?=;)", ""),
+    "no residual": ("", {"qkv_bias": True}, r" \+ kept\[[01]\]|load_channels<C::DIM>\(to\[half\]\[run\], x .*(?=;)", ""),
     "RMSNorm without its root": ("", {"norm": "rms"}, r"rsqrtf\((.*)\);", r"1.0f / (\1);"),
     "RMSNorm of the sum, not the mean": ("", {"norm": "rms"}, r" \* \(1\.0f / C::DIM\) \+ C::EPSILON", " + C::EPSILON"),
     "RMSNorm without eps": ("", {"norm": "rms"}, r"\+ C::EPSILON", "+ 1.0e-30f"),

@@ -158,7 +158,9 @@ def _softmax(plan: StreamedPlan, a: Attention) -> float:
     added += 0.0 if plan.parts == 1 else 4.0  # rests of scores, or what they start from
     exponentials = 4 * (1 - a.polynomial / 8)
     each = products + exponentials + 4 * a.polynomial + added + cost.share + cost.split_a + 2 * cost.split_pair
-    other = 18 + (0 if a.resident else 30)
+    other: float = 18 + (0 if a.resident else 30)
+    if _by_wgmma(plan):  # operands are read by the unit, and a warp has some 3 instructions for each of its own
+        shared, each, other = 0, each - products, other + rows * 1.5 * (head + keys)
     step = max(shared + rows * (queries + keys * each) + other, SPECIAL_CYCLES * rows * keys * exponentials)
     return a.steps * (step + rows * term_instructions(plan.problem, keys)) + 60 + rows * head * 12
 
@@ -171,7 +173,13 @@ def _attended_tiles(plan: StreamedPlan, a: Attention) -> float:
 
 def _operands_read(plan: StreamedPlan, a: Attention) -> float:
     """Wavefronts in which a block's warps read keys and values of one head."""
+    if _by_wgmma(plan):  # once for the 64 queries of four warps
+        return a.warps / 4 * a.rows * 2 * plan.tiles * plan.row_tile / 32
     return 4 * a.warps * a.steps * (a.key_tile // 8) * plan.row_tile / 128
+
+
+def _by_wgmma(plan: StreamedPlan) -> bool:
+    return isinstance(plan, ResidentPlan) and plan.config.attention == "wgmma"
 
 
 def _whole(plan: ResidentPlan) -> _Block:

@@ -20,9 +20,9 @@ namespace {
 struct Product {
     float* sums;
     int tiles;
-    bool in_registers;  // operand A
     std::uint64_t a, b;
-    std::array<std::array<unsigned, 4>, 4> words;  // of operand A, when it is in registers: those of the four lanes that have the thread's rows
+    const unsigned* registers;  // operand A of this thread, or null when it is in shared memory
+    std::array<std::array<unsigned, 4>, 4> words;  // of operand A in registers: those of the four lanes that have the thread's rows
     bool accumulate, bf16;
     int group;
     const void* pc;
@@ -117,7 +117,7 @@ void touch(const Product& p) {
     const auto read = [&p](const Matrix& matrix, int row) {
         for (int half = 0; half < 2; ++half) read_by_async_proxy(reinterpret_cast<const char*>(shared) + matrix.chunk(row, half), 16, p.pc);
     };
-    if (!p.in_registers) {
+    if (!p.registers) {
         const Matrix a(p.a, p.pc);
         read(a, own_row());
         read(a, own_row() + 8);
@@ -132,7 +132,9 @@ void touch(const Product& p) {
 void multiply(const Product& p, float* sums) {
     const Matrix b(p.b, p.pc);
     float upper[16], lower[16], column[16];
-    if (p.in_registers) {
+    if (p.registers) {
+        if (std::memcmp(p.registers, p.words[std::size_t(lane() % 4)].data(), 16))
+            refuse("changes registers that are operand A of a product under way: wgmma_wait() was not called before", p.pc);
         gather(p, upper, lower);
     } else {
         const Matrix a(p.a, p.pc);
@@ -196,15 +198,15 @@ void start(const Product& product) {
 }  // namespace
 
 void start_product(float* sums, int tiles, std::uint64_t a, std::uint64_t b, bool accumulate, bool bf16) {
-    start({sums, tiles, false, a, b, {}, accumulate, bf16, products[here.thread].group, __builtin_return_address(0)});
+    start({sums, tiles, a, b, nullptr, {}, accumulate, bf16, products[here.thread].group, __builtin_return_address(0)});
 }
 
-// Operand A is taken from the registers now; that they may not change until the product is done is not checked.
+// Operand A is taken from the registers now, which may not change until the product is done.
 void start_register_product(float* sums, int tiles, const unsigned (&a)[4], std::uint64_t b, bool accumulate, bool bf16, int line) {
     static std::array<unsigned, 4> all[max_threads];
     std::memcpy(all[here.thread].data(), a, sizeof a);
     meet("wgmma", ~0u, line, [](Warp&) {});
-    Product product{sums, tiles, true, 0, b, {}, accumulate, bf16, products[here.thread].group, __builtin_return_address(0)};
+    Product product{sums, tiles, 0, b, a, {}, accumulate, bf16, products[here.thread].group, __builtin_return_address(0)};
     for (int t = 0; t < 4; ++t) product.words[std::size_t(t)] = all[(here.thread & ~3) + t];
     start(product);
     meet("wgmma", ~0u, line, [](Warp&) {});  // the lanes of a row have them
