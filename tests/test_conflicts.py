@@ -109,7 +109,7 @@ def test_default_kernels_run_without_conflicts(family: str, shape: Shape, dtype:
     config = FAMILIES[family].default(spec.problem("row"), SM90)
     if config is None:
         pytest.skip(f"{family} has no kernel for it")
-    few = dataclasses.replace(spec, height=8 if family == "sequence" else 2, batch=1)
+    few = dataclasses.replace(spec, height=8 if family == "sequence" else max(2, getattr(config, "sequences", 1)), batch=1)
     assert not (reasons := plan_of(few.problem("row"), config).reasons(SM90)), reasons
     found = conflicts(render(few, {"row": config}), cache)
     assert found and max(found.values()) < 0.02, (config, found)
