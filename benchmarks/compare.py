@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +33,12 @@ def main(
     generated: Annotated[Path, typer.Option(help="Folder of the modules.")] = Path("generated"),
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks/results"),
     into: Annotated[list[Path] | None, typer.Option("--into", help="A document whose tables are replaced; may be repeated.")] = None,
-    render: Annotated[Path | None, typer.Option(metavar="JSON", help="Measure nothing: write the tables of an earlier result.")] = None,
+    render: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="JSON", help="Measure nothing: write the tables of earlier results; may be repeated, the last one of a case counts."
+        ),
+    ] = None,
     max_autotune: Annotated[bool, typer.Option("--max-autotune", help="Add torch.compile's max-autotune: minutes a case.")] = False,
     no_triton: Annotated[bool, typer.Option("--no-triton", help="Leave out the fused Triton rival.")] = False,
     tune: Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help="First tune each missing module that long.")] = None,
@@ -44,8 +50,8 @@ def main(
     """Compare the modules with PyTorch's forms and with a fused Triton rival, and write JSON and Markdown."""
     documents = into or []
     cases = select(case or (), dtype or ())
-    if render is not None:
-        show(read(render), documents)
+    if render:
+        show(latest([read(path) for path in render]), documents)
         return
     chosen = visible_gpu(gpu)
     if chosen is None:
@@ -54,16 +60,16 @@ def main(
         raise SpecError(reason)
     if tune is not None:
         tune_missing(cases, generated, chosen, tune, seed)
-    report, path = measure(Plan(cases, generated, budget, build), chosen, out, seed, max_autotune, not no_triton, _say)
-    show(report, documents)
+    path = result_path(out, chosen.name, (*(case or ()), *(dtype or ())))
+    report = measure(Plan(cases, generated, budget, build), chosen, path, seed, max_autotune, not no_triton, _say)
+    show([report], documents)
     console.print(f"Written: {path} and {path.with_suffix('.md')}", markup=False, highlight=False, soft_wrap=True)
 
 
-def measure(plan: Plan, gpu: Gpu, out: Path, seed: int, max_autotune: bool, rival: bool, say: Say) -> tuple[Report, Path]:
-    """Runs a plan on a GPU; returns the report, and the JSON file it was written to (its tables lie beside it)."""
+def measure(plan: Plan, gpu: Gpu, path: Path, seed: int, max_autotune: bool, rival: bool, say: Say) -> Report:
+    """Runs a plan on a GPU; returns the report, which is also written to the JSON file `path`, with its tables beside it."""
     from benchmarks.instruments import GpuInstruments, together
 
-    path = out / f"{file_name(gpu.name)}.json"
     instruments = GpuInstruments(gpu, seed=seed, max_autotune=max_autotune, rival=rival)
 
     def write(report: Report) -> None:
@@ -76,7 +82,7 @@ def measure(plan: Plan, gpu: Gpu, out: Path, seed: int, max_autotune: bool, riva
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         command = " ".join(["python -m benchmarks.compare", *sys.argv[1:]])
         report = Report(date, machine.gpu, machine.arch, machine.driver, machine.versions, command, instruments.ceilings())
-        return compare(replace(plan, together=together()), instruments, report, say, write), path
+        return compare(replace(plan, together=together()), instruments, report, say, write)
     except WorkerError as error:
         raise SpecError(f"nothing can be compared on the {gpu.name}: {error.cause}") from None
     finally:
@@ -106,9 +112,20 @@ def read(path: Path) -> Report:
         raise SpecError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def show(report: Report, documents: list[Path]) -> None:
-    """Prints a report's tables, and puts them into documents; the floors, for any card, too where a document has a place for them."""
-    text = comparison(report)
+def latest(reports: list[Report]) -> list[Report]:
+    """The reports, each without the cases that a later one has, and without those that have none left."""
+    kept: list[Report] = []
+    seen: set[Case] = set()
+    for report in reversed(reports):
+        results = tuple(result for result in report.results if result.case not in seen)
+        seen |= {result.case for result in results}
+        kept += [replace(report, results=results)] if results else []
+    return kept[::-1]
+
+
+def show(reports: list[Report], documents: list[Path]) -> None:
+    """Prints the tables of reports, and puts them into documents; the floors, for any card, too where a document has a place for them."""
+    text = "\n".join(comparison(report) for report in reports)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     for document in documents:
         insert(document, COMPARISON, text)
@@ -116,9 +133,9 @@ def show(report: Report, documents: list[Path]) -> None:
             insert(document, FLOORS, floor_table())
 
 
-def file_name(gpu: str) -> str:
-    """A file name that says which GPU, e.g. nvidia_h200."""
-    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") or "gpu"
+def result_path(out: Path, gpu: str, part: Iterable[str] = ()) -> Path:
+    """The JSON file of a GPU's results, e.g. nvidia_h200.json; a run of some cases has its own, e.g. nvidia_h200_bf16.json."""
+    return out / f"{re.sub(r'[^a-z0-9]+', '_', ' '.join((gpu, *part)).lower()).strip('_') or 'gpu'}.json"
 
 
 def _say(line: str) -> None:

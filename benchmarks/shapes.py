@@ -2,7 +2,8 @@
 
 On a GPU every shape is verified and timed beside PyTorch's forms; elsewhere its kernels are checked on the emulator, each axis on
 a few sequences, without times. A measurement that is already in the JSON stays while its kernels' source and the GPU are the
-same, so that a run cut short by its budget goes on where it stopped, and one without a GPU keeps what was measured.
+same, so that a run cut short by its budget goes on where it stopped, and one without a GPU keeps what was measured. Times of another
+source stay, and are said to be of earlier kernels, until there are new ones.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from tuner.verify import Checker
 
 EMULATED_LINES = 2
 LATE = "not run within the budget"
+EARLIER = "times of earlier kernels"
 CHUNK = together(len(FORMS))  # shapes whose PyTorch forms are compiled at once, before they are measured
 
 
@@ -138,6 +140,14 @@ def stays(earlier: Row | None, row: Row, gpu: str) -> bool:
     return earlier is not None and earlier.source == row.source and earlier.error is not None and (earlier.checked == "GPU" or not gpu)
 
 
+def aged(row: Row, earlier: Row | None) -> Row:
+    """The row with the times that kernels of an earlier source had, where its own have none."""
+    if row.timing is not None or earlier is None or earlier.timing is None:
+        return row
+    note = "; ".join(dict.fromkeys(text for text in (*row.note.split("; "), EARLIER) if text))
+    return replace(row, timing=earlier.timing, pytorch=earlier.pytorch, form=earlier.form, use=earlier.use, note=note)
+
+
 def run(
     shapes: Sequence[Shape],
     to: Target,
@@ -155,6 +165,8 @@ def run(
     same = all(before.get(name, "") == facts_now.get(name, "") for name in ("gpu", "driver", "torch"))
     keep = same or not facts_now.get("gpu")
     facts = before if keep and before.get("gpu") else facts_now  # the figures that stay are of that machine
+    if keep and facts_now.get("gpu") and facts_now["date"] not in facts["date"]:
+        facts = {**facts, "date": f"{facts['date'].split(' ')[0]} to {facts_now['date']}"}
     planned = [plan(shape, to, tuned) for shape in shapes]
     done: dict[str, Row] = {}
     for row, work in planned:
@@ -164,8 +176,10 @@ def run(
         elif keep and earlier is not None and stays(earlier, row, facts_now.get("gpu", "")):
             done[row.name] = earlier
     todo = [(row, work) for row, work in planned if work is not None and row.name not in done and only(row)]
+    if keep:
+        planned = [(aged(row, known.get(row.name)), work) for row, work in planned]
     for index, row in enumerate(check(todo), 1):
-        done[row.name] = row
+        done[row.name] = aged(row, known.get(row.name)) if keep else row
         say(f"{index}/{len(todo)} {row.name}: {row.note or 'ok'}{f', {row.speedup:.2f}x' if row.speedup else ''}")
         write(folder, [done.get(planned_row.name, planned_row) for planned_row, _ in planned], facts)
     rows = [done.get(row.name, row) for row, _ in planned]

@@ -4,28 +4,22 @@ Row attention, then column attention over (batch, height, width, dim), with Laye
 axis. Tuned for batch 1; any batch is computed.
 
 Configuration:
-    row: family staged, math bf16, qkv_engine wgmma, out_engine wgmma, qkv_warp_rows 1, qkv_warp_columns 16, qkv_down 8,
-         qkv_across 1, qkv_sum_tile 64, qkv_stages 3, qkv_parts 1, qkv_blocks 2, attn_warps 4, attn_rows 2,
-         attn_key_tile 32, attn_stages 1, attn_sums product, attn_polynomial 1, attn_blocks 3, out_warp_rows 1,
-         out_warp_columns 16, out_down 8, out_across 1, out_sum_tile 64, out_stages 3, out_parts 1, out_blocks
-         2
-    col: family staged, math bf16, qkv_engine wgmma, out_engine wgmma, qkv_warp_rows 1, qkv_warp_columns 16, qkv_down 8,
-         qkv_across 1, qkv_sum_tile 64, qkv_stages 3, qkv_parts 1, qkv_blocks 2, attn_warps 4, attn_rows 2,
-         attn_key_tile 32, attn_stages 1, attn_sums product, attn_polynomial 1, attn_blocks 3, out_warp_rows 1,
-         out_warp_columns 16, out_down 8, out_across 1, out_sum_tile 64, out_stages 3, out_parts 1, out_blocks
-         2
+    row: family resident, math bf16, rows 1, sequences 1, overlap False, sum_tile 64, stages 4, attention wgmma,
+         key_tile 32, sums add, polynomial 0, result scratch, out_columns 16, blocks 1, dependent_launch True
+    col: family resident, math bf16, rows 1, sequences 1, overlap False, sum_tile 32, stages 4, attention wgmma,
+         key_tile 32, sums add, polynomial 0, result scratch, out_columns 16, blocks 2, dependent_launch True
 
 Measured on NVIDIA H200.
-    device time: 165.85 +- 0.48 us
-    device time, L2 flushed: 170.02 us
-    wall time of a call: 182.08 us
-    default configuration, device time: 163.50 us
-    PyTorch (torch.compile + SDPA), device time: 233.19 us
-    PyTorch (torch.compile + SDPA), wall time of a call: 734.66 us
+    device time: 122.12 +- 0.43 us
+    device time, L2 flushed: 126.11 us
+    wall time of a call: 125.29 us
+    default configuration, device time: 124.47 us
+    PyTorch (torch.compile + SDPA), device time: 232.92 us
+    PyTorch (torch.compile + SDPA), wall time of a call: 671.68 us
     error against float64: 4.2e-02 of the output's scale
-Command: python cli.py tune --dim 256 --heads 8 --height 128 --width 256 --batch 1 --dtype bfloat16 --budget 50
---storage none
-Written 2026-11-29T23:14:49Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+Command: python cli.py tune --storage none --dim 256 --heads 8 --height 128 --width 256 --batch 1 --dtype bfloat16 --fix
+family=resident --budget 18
+Written 2026-11-30T04:25:04Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -59,73 +53,48 @@ SPEC = {
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "staged", "math": "bf16", "qkv_engine": "wgmma", "out_engine": "wgmma", "qkv_warp_rows": 1,
-        "qkv_warp_columns": 16, "qkv_down": 8, "qkv_across": 1, "qkv_sum_tile": 64, "qkv_stages": 3, "qkv_parts": 1,
-        "qkv_blocks": 2, "attn_warps": 4, "attn_rows": 2, "attn_key_tile": 32, "attn_stages": 1, "attn_sums": "product",
-        "attn_polynomial": 1, "attn_blocks": 3, "out_warp_rows": 1, "out_warp_columns": 16, "out_down": 8,
-        "out_across": 1, "out_sum_tile": 64, "out_stages": 3, "out_parts": 1, "out_blocks": 2,
+        "family": "resident", "math": "bf16", "rows": 1, "sequences": 1, "overlap": False, "sum_tile": 64, "stages": 4,
+        "attention": "wgmma", "key_tile": 32, "sums": "add", "polynomial": 0, "result": "scratch", "out_columns": 16,
+        "blocks": 1, "dependent_launch": True,
     },
     "col": {
-        "family": "staged", "math": "bf16", "qkv_engine": "wgmma", "out_engine": "wgmma", "qkv_warp_rows": 1,
-        "qkv_warp_columns": 16, "qkv_down": 8, "qkv_across": 1, "qkv_sum_tile": 64, "qkv_stages": 3, "qkv_parts": 1,
-        "qkv_blocks": 2, "attn_warps": 4, "attn_rows": 2, "attn_key_tile": 32, "attn_stages": 1, "attn_sums": "product",
-        "attn_polynomial": 1, "attn_blocks": 3, "out_warp_rows": 1, "out_warp_columns": 16, "out_down": 8,
-        "out_across": 1, "out_sum_tile": 64, "out_stages": 3, "out_parts": 1, "out_blocks": 2,
+        "family": "resident", "math": "bf16", "rows": 1, "sequences": 1, "overlap": False, "sum_tile": 32, "stages": 4,
+        "attention": "wgmma", "key_tile": 32, "sums": "add", "polynomial": 0, "result": "scratch", "out_columns": 16,
+        "blocks": 2, "dependent_launch": True,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row_pack", "axis": "row", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
-        "dependent_launch": False, "arguments": ("qkv_weight", "out_weight", "packed_qkv", "packed_out"),
-        "items": "chunks", "blocks_per_group": 1, "fixed": 32768,
-    },
-    {
-        "name": "axial_row_qkv", "axis": "row", "threads": 256, "shared_bytes": 114712, "items_per_block": 8,
+        "name": "axial_pack", "axis": "", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
         "dependent_launch": False,
-        "arguments": ("x", "norm_weight", "norm_bias", "packed_qkv", "query", "key", "value"), "items": "row_tiles",
-        "blocks_per_group": 1,
+        "arguments": (
+            "row_qkv_weight", "row_out_weight", "col_qkv_weight", "col_out_weight", "row_packed_qkv", "row_packed_out",
+            "col_packed_qkv", "col_packed_out",
+        ),
+        "items": "chunks", "blocks_per_group": 1, "fixed": 65536,
     },
     {
-        "name": "axial_row_attention", "axis": "row", "threads": 128, "shared_bytes": 32768, "items_per_block": 1,
-        "dependent_launch": False, "arguments": ("query", "key", "value", "attended"), "items": "sequences",
-        "blocks_per_group": 16,
+        "name": "axial_row_block", "axis": "row", "threads": 512, "shared_bytes": 229408, "items_per_block": 16,
+        "dependent_launch": True,
+        "arguments": ("x", "norm_weight", "norm_bias", "row_packed_qkv", "attended", "y", "row_packed_out", "out_bias"),
+        "items": "row_tiles", "blocks_per_group": 1,
     },
     {
-        "name": "axial_row_out", "axis": "row", "threads": 256, "shared_bytes": 114712, "items_per_block": 8,
-        "dependent_launch": False, "arguments": ("attended", "x", "y", "packed_out", "out_bias"), "items": "row_tiles",
-        "blocks_per_group": 1,
-    },
-    {
-        "name": "axial_col_pack", "axis": "col", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
-        "dependent_launch": False, "arguments": ("qkv_weight", "out_weight", "packed_qkv", "packed_out"),
-        "items": "chunks", "blocks_per_group": 1, "fixed": 32768,
-    },
-    {
-        "name": "axial_col_qkv", "axis": "col", "threads": 256, "shared_bytes": 114712, "items_per_block": 8,
-        "dependent_launch": False,
-        "arguments": ("x", "norm_weight", "norm_bias", "packed_qkv", "query", "key", "value"), "items": "row_tiles",
-        "blocks_per_group": 1,
-    },
-    {
-        "name": "axial_col_attention", "axis": "col", "threads": 128, "shared_bytes": 16384, "items_per_block": 1,
-        "dependent_launch": False, "arguments": ("query", "key", "value", "attended"), "items": "sequences",
-        "blocks_per_group": 8,
-    },
-    {
-        "name": "axial_col_out", "axis": "col", "threads": 256, "shared_bytes": 114712, "items_per_block": 8,
-        "dependent_launch": False, "arguments": ("attended", "x", "y", "packed_out", "out_bias"), "items": "row_tiles",
-        "blocks_per_group": 1,
+        "name": "axial_col_block", "axis": "col", "threads": 256, "shared_bytes": 114720, "items_per_block": 8,
+        "dependent_launch": True,
+        "arguments": ("x", "norm_weight", "norm_bias", "col_packed_qkv", "attended", "y", "col_packed_out", "out_bias"),
+        "items": "row_tiles", "blocks_per_group": 1,
     },
 ]
-SCRATCH = {"query": 8388608, "key": 8388608, "value": 8388608, "attended": 8388608}
-PACKED = {"packed_qkv": 196608, "packed_out": 65536}
+SCRATCH = {"attended": 8388608}
+PACKED = {"row_packed_qkv": 196608, "row_packed_out": 65536, "col_packed_qkv": 196608, "col_packed_out": 65536}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --dim 256 --heads 8 --height 128 --width 256 --batch 1 --dtype bfloat16 --budget 50 --storage none",
-    "date": "2026-11-29T23:14:49Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 165.85200279951096,
-    "spread_us": 0.48099830746650696, "cold_us": 170.01600563526154, "wall_us": 182.08071428611154,
-    "default_us": 163.4960025548935, "pytorch_us": 233.1879958510399, "pytorch_wall_us": 734.6640000018093,
+    "command": "python cli.py tune --storage none --dim 256 --heads 8 --height 128 --width 256 --batch 1 --dtype bfloat16 --fix family=resident --budget 18",
+    "date": "2026-11-30T04:25:04Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 122.11599946022034,
+    "spread_us": 0.43300073593854904, "cold_us": 126.11199915409088, "wall_us": 125.2862000001187,
+    "default_us": 124.46799874305725, "pytorch_us": 232.91600495576859, "pytorch_wall_us": 671.675833333533,
     "pytorch_form": "torch.compile + SDPA", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
     "error": 0.042173804023232044, "partial": False, "note": "The default configuration is the fastest.",
 }
@@ -765,7 +734,7 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // Hopper's matrix unit (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): the four warps of a warpgroup multiply 64 rows of
 // operand A by 8 TILES columns of operand B, both in shared memory, over 16 indices of the sum. Accumulators are those of mma.m16n8k16
-// tiles side by side, each warp with 16 of the rows.
+// tiles side by side, each warp with 16 of the rows. Operand A may lie in registers, as that of mma.m16n8k16.
 //
 // Products are asynchronous: wgmma_fence() comes before the first of a batch, wgmma_commit() after the last; wgmma_wait<N>() returns when all
 // but the N latest batches are done. Until then nobody may touch their accumulators or operands.
@@ -773,13 +742,42 @@ __device__ __forceinline__ void wait_for_copies() {
 // Operands are K-major with 128-byte swizzle: a row has 64 indices of the sum, 128 bytes; of its eight 16-byte chunks, chunk c of row r lies
 // where chunk c ^ r % 8 would. Eight rows, 1024 bytes, are an atom ("Shared Memory Matrix Layout", "Strides").
 constexpr int SWIZZLED_ROW = 32;  // words of a row
+// Narrow operands have rows of 64 or 32 bytes, 4 or 2 chunks, and with them 64-byte or 32-byte swizzle: chunk c of row r lies where chunk
+// c ^ r / 2 % 4 or c ^ r / 4 % 2 would.
 
-// The word of row `row` that has index `index` (a multiple of 2, in a row of 64), counted from the first row, which starts on 1024 bytes.
-__device__ __forceinline__ int swizzled(int row, int index) { return row * SWIZZLED_ROW + ((index / 8) ^ (row % 8)) * 4 + index % 8 / 2; }
+// The word of row `row` that has index `index` (a multiple of 2, in a row of 64), counted from the first row, which starts on an atom.
+template <int ROW = SWIZZLED_ROW>
+__device__ __forceinline__ int swizzled(int row, int index) { return row * ROW + ((index / 8) ^ (row * ROW / 32 % (ROW / 4))) * 4 + index % 8 / 2; }
 
 #ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
 
 __device__ __forceinline__ unsigned shared_address(const void* address) { return static_cast<unsigned>(__cvta_generic_to_shared(address)); }
+
+__device__ __forceinline__ void wgmma_bf16(float (&d)[12][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+      "}, %48, %49, p, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
 
 __device__ __forceinline__ void wgmma_bf16(float (&d)[16][4], unsigned long long a, unsigned long long b, bool accumulate) {
   asm volatile(
@@ -810,6 +808,22 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[16][4], unsigned long long
         "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
         "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_bf16(float (&d)[4][4], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -863,14 +877,20 @@ __device__ __forceinline__ void wait_for_bulk_copy(float* barrier, int parity) {
 
 #endif
 
-// A K-major operand from `tile` on: start address, no leading offset, 1024 bytes from eight rows to the next, 128-byte swizzle
+// A K-major operand from `tile` on: start address, no leading offset, the bytes from eight rows to the next, the rows' swizzle
 // ("Matrix Descriptor Format"). Adding 2 to it goes on by 16 indices of the sum within the row.
+template <int ROW = SWIZZLED_ROW>
 __device__ __forceinline__ unsigned long long matrix_descriptor(const float* tile) {
-  return (shared_address(tile) & 0x3ffffu) >> 4 | (1024ull >> 4) << 32 | 1ull << 62;
+  static_assert(ROW == 32 || ROW == 16 || ROW == 8, "rows of 128, 64 or 32 bytes");
+  return (shared_address(tile) & 0x3ffffu) >> 4 | (32ull * ROW >> 4) << 32 | (ROW == 32 ? 1ull : ROW == 16 ? 2ull : 3ull) << 62;
 }
 
 template <int TILES>
 __device__ __forceinline__ void wgmma(Bf16, float (&d)[TILES][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  wgmma_bf16(d, a, b, accumulate);
+}
+template <int TILES>
+__device__ __forceinline__ void wgmma(Bf16, float (&d)[TILES][4], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
   wgmma_bf16(d, a, b, accumulate);
 }
 
@@ -929,6 +949,19 @@ struct HalfStream {
     __device__ __forceinline__ void take(const float* from, int lane) {
 #pragma unroll
       for (int step = 0; step < STEPS / 2; ++step) fetch(quad[step], from, step, lane);
+    }
+
+    // The same from accumulators.
+    template <int COLUMNS>
+    __device__ __forceinline__ void hold(const float (&acc)[COLUMNS][4]) {
+#pragma unroll
+      for (int step = 0; step < STEPS / 2; ++step) {
+        const typename Math::Tile tile = Math::tile(acc[2 * step], acc[2 * step + 1]);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+          for (int word = 0; word < 4; ++word) quad[step][part][word] = tile.part[part][word];
+      }
     }
 
     __device__ __forceinline__ void get(unsigned (&to)[PARTS][4], int step) const {
@@ -1089,18 +1122,6 @@ struct HalfStream {
   }
 };
 
-// 2^x on the multiply-add units, whose rate is eight times that of the special-function unit: 2^x = 2^n 2^f with n the nearest integer and a
-// polynomial of third degree for 2^f (minimax, relative error 7.5e-5), which is less than 16-bit weights round. x is clamped to -96..32 by
-// saturation, which costs 4e-6 of the result at most; what is 2^32 or more has to be caught.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float RANGE = 128.0f, LOWEST = -96.0f, ROUNDING = 12582912.0f;  // ROUNDING + n has n in its lowest bits
-  const float within = __saturatef(fmaf(x, 1.0f / RANGE, -LOWEST / RANGE));
-  const float rounded = fmaf(within, RANGE, ROUNDING + LOWEST);
-  const float f = fmaf(within, RANGE, (ROUNDING + LOWEST) - rounded);
-  const float power = fmaf(fmaf(fmaf(5.517166853e-02f, f, 2.426111251e-01f), f, 6.932609677e-01f), f, 9.999280572e-01f);
-  return __uint_as_float(__float_as_uint(power) + (__float_as_uint(rounded) << 23));
-}
-
 // Elements of tensors are read and written here and by copy_async alone.
 // N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
 template <int DIM, int N>
@@ -1131,6 +1152,16 @@ __device__ __forceinline__ int result_column(int column) {
   return column / (8 * TILES) * (8 * TILES) + column % 8 / 2 * RUN + column / 8 % TILES * 2 + column % 2;
 }
 
+// The same as words of two elements.
+template <int DIM, int N>
+__device__ __forceinline__ void load_channels(Word (&to)[N], const Element* from, int channel) {
+  if constexpr (DIM % (2 * N) == 0) {
+    if (channel < DIM) load(to, from + channel);
+  } else {
+    load_some<false>(to, from + channel, true, channel, DIM);
+  }
+}
+
 // The tiled product on Hopper's matrix unit. P states it: a block has ROW_TILES * 16 rows, four of these tiles a warpgroup, and turns over
 // column tiles of COLUMNS, of which the PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE, one swizzled
 // row of 64 indices. Operand A stays in shared memory for all of the sum, in the order [rounded, rest][tile of the sum][row]. The weights
@@ -1149,7 +1180,8 @@ struct WarpgroupProduct {
   using Format = typename HalfFormat<Math>::Format;
   static constexpr int OPERANDS = HalfFormat<Math>::OPERANDS, TILES = P::WARP_COLUMN_TILES, ROWS = 16 * P::ROW_TILES;
   static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
-  static constexpr int A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = SUM_TILES * A_TILE, B_OPERAND = P::COLUMNS * SWIZZLED_ROW;
+  static constexpr int ROW = P::SUM_TILE / 2, B_OPERAND = P::COLUMNS * ROW;  // words of a row of a buffer, of an operand in it
+  static constexpr int A_INDICES = 2 * SWIZZLED_ROW, A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = P::SUM / A_INDICES * A_TILE;
 
   // N neighbouring indices from `index` on of a row, into operand A.
   template <int N>
@@ -1162,7 +1194,25 @@ struct WarpgroupProduct {
       for (int which = 0; which < OPERANDS; ++which) words[which][i / 2] = split.part[which];
     }
 #pragma unroll
-    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / P::SUM_TILE * A_TILE + swizzled(row, index % P::SUM_TILE), words[which]);
+    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / A_INDICES * A_TILE + swizzled(row, index % A_INDICES), words[which]);
+  }
+
+  // Operand A's 64 rows number `rows` in tile `sum_tile` of the sum.
+  static __device__ __forceinline__ unsigned long long rows(const float* a, int sum_tile, int rows) {
+    const int index = sum_tile * P::SUM_TILE;
+    return matrix_descriptor(a + index / A_INDICES * A_TILE + rows * (64 * SWIZZLED_ROW)) + index % A_INDICES / 8;
+  }
+
+  // Two neighbouring fragments of 16 rows from `row` on, numbers 2 `pair` and 2 `pair` + 1 in the sum, into operand A: a lane has words (g, k), (g+8, k),
+  // (g, k+8), (g+8, k+8) of each. A chunk is a row's four words of a lane, and the chunks of two pairs alternate: rows g and g+1, whose stores
+  // go together, then have different banks. So a tile of the sum has its indices in another order, which the weights are packed in as well.
+  static __device__ __forceinline__ void store_fragments(float* a, int which, int row, int pair, int lane, const float (&quads)[2][4]) {
+    float* to = a + which * A_OPERAND + pair / 2 * A_TILE;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float chunk[4] = {quads[0][half], quads[0][2 + half], quads[1][half], quads[1][2 + half]};
+      store(to + swizzled(row + 8 * half + lane / 4, 8 * (2 * (lane % 4) + pair % 2)), chunk);
+    }
   }
 
   static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {
@@ -1170,9 +1220,10 @@ struct WarpgroupProduct {
     start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);
   }
 
-  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns.
-  template <typename Fill, typename Store>
-  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Store store_result) {
+  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns, for which before(row_tile,
+  // column) is called ahead of the products.
+  template <typename Fill, typename Before, typename Store>
+  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Before before, Store store_result) {
     const int row_tile = threadIdx.x / 32, warpgroup = row_tile / 4;
     const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
     if (threadIdx.x == 0) {
@@ -1186,12 +1237,13 @@ struct WarpgroupProduct {
     int step = 0;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
+      const int column = (part + turn * P::PARTS) * P::COLUMNS;
+      before(row_tile, column);
       float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
         const int stage = step % P::STAGES;
-        const unsigned long long a = matrix_descriptor(shared + sum_tile * A_TILE + warpgroup * (64 * SWIZZLED_ROW));
-        const unsigned long long b = matrix_descriptor(shared + P::BUFFERS + stage * P::B_TILE);
+        const unsigned long long a = rows(shared, sum_tile, warpgroup), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
         wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, step / P::STAGES % 2);
         wgmma_fence();
 #pragma unroll
@@ -1217,14 +1269,15 @@ struct WarpgroupProduct {
 #pragma unroll
           for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
       }
-      store_result(row_tile, (part + turn * P::PARTS) * P::COLUMNS, acc);
+      store_result(row_tile, column, acc);
     }
   }
 
   // Kernel 0: eight neighbouring weights of a column, number `chunk` of them all, to where a bulk copy takes them from: tiles of the columns
   // and in them of the sum, each as a buffer holds it. Weights are split here, once for all blocks.
   static __device__ __forceinline__ void pack(const Element* __restrict__ weight, float* packed, int chunk) {
-    const int k = chunk % 8 * 8, column = chunk / 8 % P::COLUMNS, tile = chunk / 8 / P::COLUMNS;
+    constexpr int CHUNKS = P::SUM_TILE / 8;  // of a row
+    const int k = chunk % CHUNKS * 8, column = chunk / CHUNKS % P::COLUMNS, tile = chunk / CHUNKS / P::COLUMNS;
     const int row = tile / SUM_TILES * P::COLUMNS + result_column<P::RUN>(column), index = tile % SUM_TILES * P::SUM_TILE + k;
     float values[8] = {};
     constexpr int N = P::COPY;
@@ -1240,7 +1293,7 @@ struct WarpgroupProduct {
         values[i] = two[0];
       }
     }
-    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled(column, k);
+    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled<ROW>(column, k);
     unsigned words[OPERANDS][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -1253,190 +1306,250 @@ struct WarpgroupProduct {
   }
 };
 
-// Channels of a token that a lane loads at once.
-template <typename C>
-constexpr int NORM_VEC = C::DIM % 4 == 0 ? 4 : 2;
+constexpr int CHUNK = 8;  // channels that a lane loads and stores together: 16 bytes of a swizzled row
 
-// The block's tokens, normalised (LayerNorm with the biased variance), all channels of them. A warp takes PAIRS times tokens g and g+8 of a
-// row tile at a time and keeps them in registers between mean and variance; store(row_tile, g, channel, upper, lower) takes NORM_VEC
-// channels of such a pair. Tokens past a sequence's end, row tiles past the last one and channels past DIM become zeros.
-template <typename C, int PAIRS, typename Store>
-__device__ __forceinline__ void normalise_rows(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, Store store_pair) {
+// A chunk of a token (or of a vector of DIM) from `channel` on, in loads as wide as all tokens are aligned for; what is past DIM stays as it is.
+template <int DIM>
+__device__ __forceinline__ void load_chunk(Word (&to)[CHUNK / PER_WORD], const Element* from, int channel) {
+  if constexpr (DIM % PER_WORD == 0) {
+    constexpr int MOST = 4 * PER_WORD, N = DIM % MOST == 0 ? MOST : DIM % (MOST / 2) == 0 ? MOST / 2 : PER_WORD;
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += N)
+      if (channel + i < DIM) load(reinterpret_cast<Word(&)[N / PER_WORD]>(to[i / PER_WORD]), from + channel + i);
+  } else {
+    load_some<false>(to, from + channel, true, channel, DIM);
+  }
+}
+
+// The block's tokens, normalised (LayerNorm with the biased variance), all channels of them. A group of NORM_LANES lanes has NORM_HELD tokens at a time
+// in registers, of which each lane has every NORM_LANES-th chunk: a warp reads whole sectors of several tokens, all loads of a turn are
+// under way before the first is waited for, and a sum takes few shuffles. store(row_tile, row, channel, values) takes a chunk. Tokens past a
+// sequence's end, row tiles past the last one and channels past DIM become zeros.
+template <typename C, typename Store>
+__device__ __forceinline__ void normalise_by_groups(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, Store store_chunk) {
   using P = typename C::Qkv;
-  constexpr int VEC = NORM_VEC<C>, STEPS = ceil_div(P::SUM, 32 * VEC), TURNS = 8 * P::ROW_TILES / PAIRS, WARPS = P::THREADS / 32, ROWS = 2 * PAIRS;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int LANES = P::NORM_LANES, HELD = P::NORM_HELD, STEPS = ceil_div(P::SUM, LANES * CHUNK), GROUPS = 32 / LANES;
+  constexpr int TURNS = 16 / (GROUPS * HELD), WARP_TURNS = TURNS * P::ROW_TILES / (P::THREADS / 32);  // of a row tile; of a warp
+  const int lane = threadIdx.x % LANES, group = threadIdx.x % 32 / LANES;
+  // Eight lanes store at once: chunks of one row, or half the chunks of two, which lie in other banks where the rows are four apart.
+  const int first_row = LANES == 4 ? group % 2 * 4 + group / 2 : group;
 #pragma unroll 1
-  for (int turn = warp; turn < TURNS; turn += WARPS) {
-    const int row_tile = turn * PAIRS / 8, g = turn * PAIRS % 8, tile = first_tile + row_tile;
-    const int sequence = tile / C::TILES;
-    float values[ROWS][STEPS][VEC] = {}, mean[ROWS], inverse[ROWS];
-    bool real[ROWS];
+  for (int turn = 0; turn < WARP_TURNS; ++turn) {
+    const int at = threadIdx.x / 32 * WARP_TURNS + turn, row_tile = at / TURNS, row = at % TURNS * (GROUPS * HELD) + first_row;
+    const int tile = min(first_tile + row_tile, row_tiles - 1), sequence = tile / C::TILES;  // where there is none, another of the block's own is read
+    bool real[HELD];
+    Word words[HELD][STEPS][CHUNK / PER_WORD] = {};
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-      const int token = tile % C::TILES * 16 + 8 * (row % 2) + g + row / 2;
-      real[row] = tile < row_tiles && token < C::LENGTH;
-      if (real[row]) {
-        const Element* from = x + C::offset(sequence, token);
+    for (int held = 0; held < HELD; ++held) {
+      const int token = tile % C::TILES * 16 + row + held * GROUPS;
+      real[held] = first_tile + row_tile < row_tiles && (C::LENGTH % 16 == 0 || token < C::LENGTH);
+      const Element* from = x + C::offset(sequence, C::LENGTH % 16 == 0 ? token : min(token, C::LENGTH - 1));
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) load_channels<C::DIM>(values[row][step], from, (step * 32 + lane) * VEC);
-      }
+      for (int step = 0; step < STEPS; ++step) load_chunk<C::DIM>(words[held][step], from, (step * LANES + lane) * CHUNK);
     }
+    float values[HELD][STEPS][CHUNK], inverse[HELD];
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
+    for (int held = 0; held < HELD; ++held) {
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) unpack(values[held][step], words[held][step]);
       float sum = 0.0f, squares = 0.0f;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += values[row][step][i];
-      mean[row] = group_sum<32>(sum) * (1.0f / C::DIM);
+        for (int i = 0; i < CHUNK; ++i) sum += values[held][step][i];
+      const float mean = group_sum<LANES>(sum) * (1.0f / C::DIM);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-          const float centred = values[row][step][i] - mean[row];
-          if ((step * 32 + lane) * VEC + i < C::DIM) squares += centred * centred;
+        for (int i = 0; i < CHUNK; ++i) {
+          values[held][step][i] -= mean;
+          if ((step * LANES + lane) * CHUNK + i < C::DIM) squares = fmaf(values[held][step][i], values[held][step][i], squares);
         }
-      inverse[row] = rsqrtf(group_sum<32>(squares) * (1.0f / C::DIM) + C::EPSILON);
+      inverse[held] = rsqrtf(group_sum<LANES>(squares) * (1.0f / C::DIM) + C::EPSILON);
     }
+    constexpr float zeros[CHUNK] = {};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      const int channel = (step * 32 + lane) * VEC;
+      const int channel = (step * LANES + lane) * CHUNK;
       if (channel >= P::SUM) continue;
-      float gain[VEC] = {}, shift[VEC] = {};
-      load_channels<C::DIM>(gain, weight, channel), load_channels<C::DIM>(shift, bias, channel);
+      Word gain_words[CHUNK / PER_WORD] = {}, shift_words[CHUNK / PER_WORD] = {};
+      load_chunk<C::DIM>(gain_words, weight, channel), load_chunk<C::DIM>(shift_words, bias, channel);
+      float gain[CHUNK], shift[CHUNK];
+      unpack(gain, gain_words), unpack(shift, shift_words);
+#pragma unroll
+      for (int held = 0; held < HELD; ++held) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+          const float normed = fmaf(values[held][step][i] * inverse[held], gain[i], shift[i]);
+          values[held][step][i] = channel + i < C::DIM ? normed : 0.0f;
+        }
+        store_chunk(row_tile, row + held * GROUPS, channel, values[held][step]);
+      }
+    }
+#pragma unroll
+    for (int held = 0; held < HELD; ++held)
+      if (!real[held])
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+          if (const int channel = (step * LANES + lane) * CHUNK; channel < P::SUM) store_chunk(row_tile, row + held * GROUPS, channel, zeros);
+  }
+}
+
+// TILES neighbouring column tiles of a row tile of the output product, from column `column` on, with bias and residual, into y.
+// An element of y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x
+// behind earlier stores to y: the residuals of up to 8 column tiles are read before the first store, so that they wait for memory
+// together, and all of them before the product (`before`) where they take few registers.
+template <typename C, int TILES>
+struct OutputTiles {
+  static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
+  static_assert(TILES % TOGETHER == 0, "column tiles that go together");
+  static constexpr bool EARLY = PER_WORD == 2 && TILES <= 16;
+  Word words[EARLY ? TILES / TOGETHER : 1][2][RUNS][RUN / PER_WORD];
+
+  __device__ __forceinline__ void read(Word (&to)[2][RUNS][RUN / PER_WORD], const Element* x, int tile, int row_tiles, int channel, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+#pragma unroll
+        for (int i = 0; i < RUN / PER_WORD; ++i) to[half][run][i] = Word(0);
+        if (tile < row_tiles && token < C::LENGTH) load_channels<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void before(const Element* x, int tile, int row_tiles, int column, int lane) {
+    if constexpr (EARLY) {
+#pragma unroll
+      for (int first = 0; first < TILES; first += TOGETHER) read(words[first / TOGETHER], x, tile, row_tiles, column + 8 * first + RUN * (lane % 4), lane);
+    }
+  }
+
+  __device__ __forceinline__ void after(const Element* x, Element* y, const Element* __restrict__ out_bias, int tile, int row_tiles, int column, int lane, const float (&acc)[TILES][4]) {
+#pragma unroll
+    for (int first = 0; first < TILES; first += TOGETHER) {
+      const int channel = column + 8 * first + RUN * (lane % 4);
+      Word(&held)[2][RUNS][RUN / PER_WORD] = words[EARLY ? first / TOGETHER : 0];
+      if constexpr (!EARLY) read(held, x, tile, row_tiles, channel, lane);
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+        float bias[RUN] = {};
+        load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+          if (tile >= row_tiles || token >= C::LENGTH) continue;
+          float sums[RUN];
+          unpack(sums, held[half][run]);
+#pragma unroll
+          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + bias[c];
+          store_channels<C::DIM>(y + C::offset(tile / C::TILES, token), channel + 4 * RUN * run, sums);
+        }
+      }
+    }
+  }
+};
+
+// The same by warpgroups (see warpgroup.cu.j2), for ROWS times the 64 queries of a warpgroup, which are of one sequence. Queries and weights are operand A
+// in registers. Keys lie in shared memory as operand B of the scores, a row of PADDED_HEAD_DIM channels each; values transposed, as
+// operand B of the weighted sum: blocks of 64 keys, in which a channel is a row. While a tile's exponentials are computed, the scores of the
+// next tile and the weighted sum of the one before are under way.
+//
+// References are as in StreamedSoftmax. A warp that has to change its own computes the tile's scores again, by itself.
+template <typename C>
+struct WarpgroupSoftmax {
+  using S = typename C::Streamed;
+  using Format = typename HalfFormat<typename C::Math>::Format;
+  static constexpr int ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEYS = S::KEY_TILE / 8, KEY_STEPS = 2 * ceil_div(C::LENGTH, 2 * S::KEY_TILE);  // in pairs
+  static constexpr int KEY_ROW = C::PADDED_HEAD_DIM / 2, VALUE_BLOCK = C::PADDED_HEAD_DIM * SWIZZLED_ROW;  // words
+  static_assert(HalfFormat<typename C::Math>::OPERANDS == 1, "operands without rests");
+
+  unsigned query[ROWS][STEPS / 2][4], weights[ROWS][KEYS / 2][4];
+  float out[ROWS][STEPS][4], sum[ROWS][2], start[ROWS][2];  // start: minus the references
+  bool raised;  // whether one of the warp's references is not the first one
+
+  // A head's accumulators of one row tile, number `tile` of the block: queries, in units of the exponent; keys; values.
+  __device__ __forceinline__ void hold_query(int row, const float (&acc)[3 * STEPS][4]) {
+#pragma unroll
+    for (int step = 0; step < STEPS / 2; ++step)
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float(&c)[4] = acc[2 * step + word / 2];
+        query[row][step][word] = Format::pack(c[2 * (word % 2)], c[2 * (word % 2) + 1]);
+      }
+  }
+
+  static __device__ __forceinline__ void store_keys(float* keys, float* values, int tile, int lane, const float (&acc)[3 * STEPS][4]) {
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float(&k)[4] = acc[STEPS + j], (&v)[4] = acc[2 * STEPS + j];
+        keys[swizzled<KEY_ROW>(16 * tile + 8 * half + lane / 4, 8 * j + 2 * (lane % 4))] = __uint_as_float(Format::pack(k[2 * half], k[2 * half + 1]));
+        values[tile / 4 * VALUE_BLOCK + swizzled(8 * j + lane / 4, tile % 4 * 16 + 8 * half + 2 * (lane % 4))] =
+            __uint_as_float(transpose_8x8(Format::pack(v[2 * half], v[2 * half + 1])));
+      }
+  }
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      sum[row][0] = sum[row][1] = 0.0f, start[row][0] = start[row][1] = -S::HEADROOM;
+#pragma unroll
+      for (int i = 0; i < 4 * STEPS; ++i) out[row][i / 4][i % 4] = 0.0f;
+    }
+    raised = false;
+  }
+
+  __device__ __forceinline__ void start_scores(float (&p)[ROWS][KEYS][4], const float* keys, int step) {
+    const unsigned long long b = matrix_descriptor<KEY_ROW>(keys + step * S::KEY_TILE * KEY_ROW);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int k = 0; k < STEPS / 2; ++k) wgmma(Format{}, p[row], query[row][k], b + 2 * k, k > 0);
+  }
+
+  __device__ __forceinline__ void start_sums(const float* values, int step) {
+#pragma unroll
+    for (int k = 0; k < KEYS / 2; ++k) {
+      const int key = step * S::KEY_TILE + 16 * k;
+      const unsigned long long b = matrix_descriptor(values + key / 64 * VALUE_BLOCK) + key % 64 / 8;
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) wgmma(Format{}, out[row], weights[row][k], b, true);
+    }
+  }
+
+  // Scores of the warp's queries and a tile of keys, by mma.sync.
+  __device__ __forceinline__ void own_scores(float (&p)[ROWS][KEYS][4], const float* keys, int step, int lane) const {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int j = 0; j < KEYS; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) p[row][j][c] = 0.0f;
+        const int key = step * S::KEY_TILE + 8 * j + lane / 4;
+#pragma unroll
+        for (int k = 0; k < STEPS / 2; ++k) {
+          unsigned b[2];
+#pragma unroll
+          for (int which = 0; which < 2; ++which) b[which] = __float_as_uint(keys[swizzled<KEY_ROW>(key, 16 * k + 8 * which + 2 * (lane % 4))]);
+          Format::mma(p[row][j], query[row][k], b[0], b[1]);
+        }
+      }
+  }
+
+  // Exponents from scores: minus infinity for keys behind the sequence's end.
+  __device__ __forceinline__ void exponents(float (&p)[ROWS][KEYS][4], int step, int lane) const {
+    if (S::HEADROOM != 0.0f || raised) {
 #pragma unroll
       for (int row = 0; row < ROWS; ++row)
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-          const float normed = fmaf((values[row][step][i] - mean[row]) * inverse[row], gain[i], shift[i]);
-          values[row][step][i] = real[row] && channel + i < C::DIM ? normed : 0.0f;
-        }
+        for (int j = 0; j < KEYS; ++j)
 #pragma unroll
-      for (int pair = 0; pair < PAIRS; ++pair) store_pair(row_tile, g + pair, channel, values[2 * pair][step], values[2 * pair + 1][step]);
+          for (int i = 0; i < 4; ++i) p[row][j][i] += start[row][i / 2];
     }
-  }
-}
-
-// TILES neighbouring column tiles of a row tile's q, k and v, the first of which is number `step` of them all, into scratch; q times
-// EXPONENT_SCALE, so that scores are exponents as they come.
-template <typename C, int TILES>
-__device__ __forceinline__ void store_fragments(float* query, float* key, float* value, int tile, int step, int lane, const float (&acc)[TILES][4]) {
-  using Math = typename C::Math;
-  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8, TOGETHER = TILES % Math::STORED_TILES == 0 ? Math::STORED_TILES : 1;
-  const int sequence = tile / C::TILES;
-#pragma unroll
-  for (int j = 0; j < TILES; j += TOGETHER) {
-    const int which = (step + j) / INNER_STEPS, within = (step + j) % INNER_STEPS;
-    if (step + j >= 3 * INNER_STEPS) break;
-    const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * C::ROW_TILE;
-    const float scale = which == 0 ? C::EXPONENT_SCALE : 1.0f;
-    float values[TOGETHER][4];
-#pragma unroll
-    for (int t = 0; t < TOGETHER; ++t)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) values[t][c] = acc[j + t][c] * scale;
-    if constexpr (TOGETHER == Math::STORED_TILES) {
-      if (which == 0)
-        Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, values);
-      else if (which == 1)
-        Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, values);
-      else
-        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, values);
-    } else {
-      if (which == 0)
-        Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, values[0]);
-      else if (which == 1)
-        Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, values[0]);
-      else
-        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, values[0]);
-    }
-  }
-}
-
-// Kernel 1: LayerNorm and the QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
-// [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece.
-template <typename C>
-__device__ __forceinline__ void warpgroup_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const float* packed,
-                                              float* query, float* key, float* value, int row_tiles, float* shared) {
-  using P = typename C::Qkv;
-  using Product = WarpgroupProduct<P>;
-  constexpr int VEC = NORM_VEC<C>;
-  const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
-  Product::run(
-      shared, packed, part,
-      [&](float* a) {
-        normalise_rows<C, P::NORM_PAIRS>(x, norm_weight, norm_bias, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
-          Product::store_row(a, 16 * row_tile + g, channel, upper);
-          Product::store_row(a, 16 * row_tile + 8 + g, channel, lower);
-        });
-      },
-      [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
-        const int tile = first_tile + row_tile;
-        if (tile < row_tiles) store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, tile, column / 8, lane, acc);
-      });
-}
-
-// Kernel 2: softmax(q k^T / sqrt(HEAD_DIM)) v for WARPS * ROWS * 16 queries of one sequence and head, streaming over tiles of keys (Milakov and
-// Gimelshein 2018), so that no row of scores is ever stored. Tiles of keys and values come through STAGES buffers by asynchronous
-// copies, or all of them lie in one. q comes in units of the exponent (see kernel 1). The result goes to scratch as operand A of kernel 3.
-//
-// The exponent's reference need not be the maximum: a row begins with the reference 0, which serves scores of usual size, and gets the maximum
-// of a tile when the first tile's weights are too small or a later one's grow beyond LIMIT. So the usual tile has no maximum, no
-// correction and no multiplication of what is summed, and the reference is where the scores start from.
-template <typename C>
-struct StreamedAttention {
-  using Math = typename C::Math;
-  using S = typename C::Streamed;
-  using Products = typename S::Products;
-  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROW_TILE = C::ROW_TILE, ROWS = S::ROWS, THREADS = 32 * S::WARPS;
-  static constexpr int KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE), GROUPS = ceil_div(C::TILES, S::WARPS * ROWS);
-  static constexpr int SUMS = S::SUMS_BY_PRODUCT ? 4 : 2;  // a lane's, of its two rows
-  static constexpr bool RESIDENT = S::STAGES == 1, EVEN = C::TILES % (S::WARPS * ROWS) == 0;  // EVEN: every warp has all of its row tiles
-  // Tiles of keys that are copied at once. All of a sequence come in up to four copies, so that work begins before the last has come.
-  static constexpr int COPY_STEPS = RESIDENT ? ceil_div(KEY_STEPS, KEY_STEPS >= 16 ? 4 : KEY_STEPS >= 8 ? 2 : 1) : 1;
-  static constexpr int COPIES = ceil_div(KEY_STEPS, COPY_STEPS), COPIED_TILES = COPY_STEPS * (S::KEY_TILE / 16);  // row tiles
-  using Query = typename S::template Query<STEPS>;
-  using Weights = typename Products::template Weights<ROWS, KEYS>;
-  using Sums = typename Products::template Sums<STEPS, S::VALUE_STRIDE, ROWS>;
-
-  // COPIED_TILES row tiles of one head, of which `real` exist and there is room for `room`, in pieces of COLUMNS words that are STRIDE apart in shared memory.
-  template <int COLUMNS, int STRIDE>
-  static __device__ __forceinline__ void copy_tiles(float* to, const float* from, int real, int room) {
-    constexpr int WORDS = COPIED_TILES * ROW_TILE, TURNS = ceil_div(WORDS, 4 * THREADS);
-#pragma unroll(TURNS <= 16 ? TURNS : 8)
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const int at = 4 * (static_cast<int>(threadIdx.x) + turn * THREADS);
-      if ((WORDS % (4 * THREADS) != 0 && at >= WORDS) || (KEY_STEPS % COPY_STEPS != 0 && at >= room * ROW_TILE)) break;
-      const bool there = C::TILES % COPIED_TILES == 0 || at < real * ROW_TILE;
-      copy_async<16>(to + at / COLUMNS * STRIDE + at % COLUMNS, there ? from + at : from, there);
-    }
-  }
-
-  static __device__ __forceinline__ void start_copies(float* shared, const float* key, const float* value, int copy) {
-    if (copy < COPIES) {
-      const int first = copy * COPIED_TILES, real = min(C::TILES - first, COPIED_TILES), room = KEY_STEPS * (S::KEY_TILE / 16) - first;
-      float* to = shared + (RESIDENT ? copy * COPY_STEPS * S::KEY_WORDS : copy % S::STAGES * S::BUFFER);
-      copy_tiles<ROW_TILE, ROW_TILE>(to, key + first * ROW_TILE, real, room);
-      to = shared + S::VALUES + (RESIDENT ? copy * COPY_STEPS * S::VALUE_WORDS : copy % S::STAGES * S::BUFFER);
-      copy_tiles<S::VALUE_COLUMNS, S::VALUE_STRIDE>(to, value + first * ROW_TILE, real, room);
-    }
-    commit_copies();
-  }
-
-  // Waits until no more than `left` of LEFT + 1 copies are under way.
-  template <int LEFT>
-  static __device__ __forceinline__ void wait_until_left(int left) {
-    if constexpr (LEFT > 0) {
-      if (left < LEFT) return wait_until_left<LEFT - 1>(left);
-    }
-    wait_for_copies<LEFT>();
-  }
-
-  // The exponents of the warp's weights for a tile of keys.
-  static __device__ __forceinline__ void exponents(float (&p)[ROWS][KEYS][4], const Query (&query)[ROWS], const float (&start)[ROWS][4], const float* keys,
-                                                   int step, int lane) {
-    Products::template scores<STEPS>(p, query, start, keys, lane);
-    if (C::LENGTH % S::KEY_TILE != 0 && step == KEY_STEPS - 1) {
+    if (C::LENGTH % (2 * S::KEY_TILE) != 0 && (step + 1) * S::KEY_TILE > C::LENGTH) {
 #pragma unroll
       for (int j = 0; j < KEYS; ++j)
 #pragma unroll
@@ -1448,11 +1561,22 @@ struct StreamedAttention {
     }
   }
 
-  // References of rows from the tile's maximum, so that its largest weight is 2^-HEADROOM; those of rows that have been summed do not fall.
-  static __device__ __forceinline__ void refer(float (&start)[ROWS][4], float (&sum)[ROWS][SUMS], Sums& sums, const Query (&query)[ROWS], const float* keys,
-                                               int step, int lane) {
-    float p[ROWS][KEYS][4];
-    exponents(p, query, start, keys, step, lane);
+  // Weights from exponents, and what a lane has of each row's sum.
+  static __device__ __forceinline__ void powers(float (&p)[ROWS][KEYS][4], float (&added)[ROWS][2]) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        added[row][half] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) added[row][half] += p[row][j][i] = S::power(p[row][j][i], j % 2 * 4 + i);
+      }
+  }
+
+  // References from the tile's maximum, so that its largest weight is 2^-HEADROOM; those of rows that have been summed do not fall. p: exponents.
+  __device__ __forceinline__ void refer(const float (&p)[ROWS][KEYS][4], int step) {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
 #pragma unroll
@@ -1464,188 +1588,344 @@ struct StreamedAttention {
         if (step > 0) {
           highest = fmaxf(highest, 0.0f);
           const float correction = exp2_approx(-highest);
+          sum[row][half] *= correction;
 #pragma unroll
-          for (int i = half * SUMS / 2; i < (half + 1) * SUMS / 2; ++i) sum[row][i] *= correction;
-          sums.rescale(row, half, correction);
+          for (int j = 0; j < STEPS; ++j) out[row][j][2 * half] *= correction, out[row][j][2 * half + 1] *= correction;
         }
-        start[row][2 * half] -= highest, start[row][2 * half + 1] -= highest;
+        start[row][half] -= highest;
       }
+    raised = true;
   }
 
-  static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended, float* shared) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int group = blockIdx.x % GROUPS, unit = blockIdx.x / GROUPS, head = unit % C::HEADS, sequence = unit / C::HEADS;
-    const int tile = (group * S::WARPS + warp) * ROWS;
-    const long long base = static_cast<long long>(unit) * C::TILES * ROW_TILE;
+  // All keys of a head. meanwhile(step) may start further products beside a tile's exponentials; they are done when this returns.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void run(const float* keys, const float* values, int lane, Meanwhile meanwhile) {
+    float p[2][ROWS][KEYS][4];
+    wgmma_fence();
+    start_scores(p[0], keys, 0);
+    wgmma_commit();
+    wgmma_commit();  // nothing, where a weighted sum will be
 #pragma unroll
-    for (int copy = 0; copy < (RESIDENT ? COPIES : S::STAGES - 1); ++copy) start_copies(shared, key + base, value + base, copy);
-    Query queries[ROWS];
+    for (int step = 0; step < KEY_STEPS; step += 2) {
+      add(p[0], p[1], keys, values, step, step + 1, lane, meanwhile);
+      add(p[1], p[0], keys, values, step + 1, min(step + 2, KEY_STEPS - 1), lane, meanwhile);
+    }
+    wgmma_wait<0>();
+    keep_sums();
+  }
+
+  // A tile whose scores have been started, and after them one batch of products; starts those of tile `next`.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void add(float (&p)[ROWS][KEYS][4], float (&following)[ROWS][KEYS][4], const float* keys, const float* values, int step, int next, int lane, Meanwhile meanwhile) {
+    float added[ROWS][2];
+    wgmma_wait<1>();
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) queries[row].take(query + base + (EVEN ? tile + row : min(tile + row, C::TILES - 1)) * ROW_TILE, lane);
-    Sums sums;
-    float sum[ROWS][SUMS] = {}, start[ROWS][4];  // of a row's weights; what its scores start from
+    for (int row = 0; row < ROWS; ++row) keep_in_registers(p[row]);
+    wgmma_fence();
+    start_scores(following, keys, next);
+    wgmma_commit();
+    meanwhile(step);
+    exponents(p, step, lane);
+    powers(p, added);
 #pragma unroll
-    for (int i = 0; i < 4 * ROWS; ++i) start[i / 4][i % 4] = -S::HEADROOM;
-    const float *keys = shared, *values = shared + S::VALUES;
-#pragma unroll 1
-    for (int step = 0; step < KEY_STEPS; ++step) {
-      if constexpr (!RESIDENT) {
-        wait_for_copies<S::STAGES - 2>();
-        __syncthreads();  // the step's keys and values are there for all, and the buffer of the step before is free
-        start_copies(shared, key + base, value + base, step + S::STAGES - 1);
-      } else if (step % COPY_STEPS == 0) {
-        wait_until_left<COPIES - 1>(COPIES - 1 - step / COPY_STEPS);
-        __syncthreads();  // the copy's keys and values are there for all
-      }
-      if (EVEN || tile < C::TILES) {
-        Weights weights;
-        float added[ROWS][2];
-        bool outside = false;  // whether the references have been found not to serve
-        do {
-          if (outside) refer(start, sum, sums, queries, keys, step, lane);
-          float p[ROWS][KEYS][4];
-          exponents(p, queries, start, keys, step, lane);
-#pragma unroll
-          for (int row = 0; row < ROWS; ++row)
-#pragma unroll
-            for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) p[row][j][i] = S::power(p[row][j][i], j % 2 * 4 + i);
-          weights.take(p);
-          bool found = beyond(weights, p, added);
-          if (step == 0) found |= below(weights, added);
-          outside = __any_sync(ALL_LANES, found) & !outside;
-        } while (outside);
-        if constexpr (S::SUMS_BY_PRODUCT) {
-          Products::add_rows(sum, weights);
-        } else {
-#pragma unroll
-          for (int row = 0; row < ROWS; ++row) sum[row][0] += added[row][0], sum[row][1] += added[row][1];
-        }
-        sums.add(weights, values, lane);
-      }
-      const bool back = !RESIDENT && step % S::STAGES == S::STAGES - 1;
-      keys = back ? shared : keys + (RESIDENT ? S::KEY_WORDS : S::BUFFER);
-      values = back ? shared + S::VALUES : values + (RESIDENT ? S::VALUE_WORDS : S::BUFFER);
+    for (int row = 0; row < ROWS; ++row) keep_in_registers(p[row]);  // the compiler would wait first
+    wgmma_wait<1>();  // the weighted sum is done
+    keep_sums();
+    if (__any_sync(ALL_LANES, outside(added, step))) {
+      own_scores(p, keys, step, lane);
+      exponents(p, step, lane);
+      refer(p, step);
+      own_scores(p, keys, step, lane);
+      exponents(p, step, lane);
+      powers(p, added);
     }
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      if (!EVEN && tile + row >= C::TILES) return;
-      const float upper = __fdividef(1.0f, row_sum(sum[row], 0)), lower = __fdividef(1.0f, row_sum(sum[row], 1));
-      float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile + row) * (C::HEADS * ROW_TILE);
+      sum[row][0] += added[row][0], sum[row][1] += added[row][1];
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j) {
-        const float c[4] = {sums.result(row, j, 0) * upper, sums.result(row, j, 1) * upper, sums.result(row, j, 2) * lower, sums.result(row, j, 3) * lower};
-        Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
-      }
-    }
-  }
-
-  // Whether a weight is, or several of a row are, beyond LIMIT. Adds up a lane's weights of each of its rows where that is its part.
-  static __device__ __forceinline__ bool beyond(const Weights& weights, const float (&p)[ROWS][KEYS][4], float (&added)[ROWS][2]) {
-    if constexpr (S::SUMS_BY_PRODUCT) {
-      return weights.reach_two();
-    } else {
-      float largest = 0.0f;
+      for (int k = 0; k < KEYS / 2; ++k)
 #pragma unroll
-      for (int row = 0; row < ROWS; ++row)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          added[row][half] = 0.0f;
-#pragma unroll
-          for (int j = 0; j < KEYS; ++j) added[row][half] += p[row][j][2 * half] + p[row][j][2 * half + 1];
-          largest = fmaxf(largest, added[row][half]);
+        for (int word = 0; word < 4; ++word) {
+          const float(&c)[4] = p[row][2 * k + word / 2];
+          weights[row][k][word] = Format::pack(c[2 * (word % 2)], c[2 * (word % 2) + 1]);
         }
-      return largest > S::LIMIT;
     }
+    wgmma_fence();
+    start_sums(values, step);
+    wgmma_commit();
   }
 
-  // Whether a row's weights are together below FLOOR.
-  static __device__ __forceinline__ bool below(const Weights& weights, const float (&added)[ROWS][2]) {
-    float sum[ROWS][SUMS] = {}, least = S::FLOOR;
-    if constexpr (S::SUMS_BY_PRODUCT) Products::add_rows(sum, weights);
+  __device__ __forceinline__ void keep_sums() {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) keep_in_registers(out[row]);
+  }
+
+  // Whether a lane's weights of a row are beyond LIMIT, or in the first tile the row's below FLOOR.
+  static __device__ __forceinline__ bool outside(const float (&added)[ROWS][2], int step) {
+    float largest = 0.0f, least = S::FLOOR;
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if constexpr (!S::SUMS_BY_PRODUCT) sum[row][half] = added[row][half];
-        least = fminf(least, row_sum(sum[row], half));
+        largest = fmaxf(largest, added[row][half]);
+        if (step == 0) least = fminf(least, group_sum<4>(added[row][half]));
       }
-    return least < S::FLOOR;
+    return largest > S::LIMIT || least < S::FLOOR;
   }
 
-  // Of all weights of a row: lanes have what they have added up of it, or the tensor cores' sum of the whole row.
-  static __device__ __forceinline__ float row_sum(const float (&sum)[SUMS], int half) {
-    return S::SUMS_BY_PRODUCT ? sum[half * SUMS / 2] : group_sum<4>(sum[half]);
+  // The result of row tile `row` as operand A, a fragment of 16 channels after another: emit(step, quads) takes a lane's quadruples.
+  template <typename Emit>
+  __device__ __forceinline__ void result(int row, Emit emit) const {
+    const float upper = __fdividef(1.0f, group_sum<4>(sum[row][0])), lower = __fdividef(1.0f, group_sum<4>(sum[row][1]));
+#pragma unroll
+    for (int step = 0; step < STEPS / 2; ++step) {
+      float quads[1][4];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float(&c)[4] = out[row][2 * step + word / 2];
+        quads[0][word] = __uint_as_float(Format::pack(c[2 * (word % 2)] * (word % 2 ? lower : upper), c[2 * (word % 2) + 1] * (word % 2 ? lower : upper)));
+      }
+      emit(step, quads);
+    }
   }
 };
 
-// TILES neighbouring column tiles of a row tile of the output product, from column `column` on, with bias and residual into y. An element of
-// y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x behind earlier
-// stores to y: the residuals of up to 8 column tiles are read before the first store, so that they wait for memory together.
-template <typename C, int TILES>
-__device__ __forceinline__ void add_residual(const Element* x, Element* y, const Element* __restrict__ out_bias, int tile, int row_tiles, int column, int lane,
-                                             const float (&acc)[TILES][4]) {
-  constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
-  static_assert(TILES % TOGETHER == 0, "column tiles that go together");
-  const int sequence = tile / C::TILES;
+// A whole axis in one kernel, by warpgroups. A block has SEQUENCES sequences, of which a warp has ROWS row tiles: their normalised tokens stay in
+// shared memory as operand A of the QKV product, which is computed a head at a time. A head's queries stay in their warp's registers, its
+// keys and values lie in shared memory for the warps of the sequence, and its result goes to scratch, from where the warp that has written
+// it takes it, when there are no more heads, as operand A of the output product.
+//
+// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one head, or of one column tile
+// of the output. With OVERLAP the steps of the next head are spread over the tiles of keys of a head, so that the matrix unit multiplies
+// while the warps compute exponentials.
+template <typename C>
+struct Resident {
+  using Math = typename C::Math;
+  using Qkv = typename C::Qkv;
+  using Out = typename C::Out;
+  using First = WarpgroupProduct<Qkv>;
+  using Second = WarpgroupProduct<Out>;
+  using S = typename C::Streamed;
+  using Softmax = WarpgroupSoftmax<C>;
+  using Format = typename First::Format;
+  static constexpr int OPERANDS = First::OPERANDS, ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = Softmax::KEY_STEPS;
+  static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = C::HEADS * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
+  static constexpr int BLOCK_TILES = C::SEQUENCES * C::TILES;  // row tiles of the block that may be real
+  static constexpr int KEPT_TILES = S::BY_WARPGROUPS ? Qkv::ROW_TILES : BLOCK_TILES;  // of keys: the matrix unit's are whole blocks of 64
+  static constexpr int PAGES = C::INNER / 16 * OPERANDS;  // of the attention's result in a row tile
+  static constexpr int FIRST_TILES = Qkv::WARP_COLUMN_TILES, SECOND_TILES = Out::WARP_COLUMN_TILES;
+
+  // Where row tile `tile` of the block lies in operand A: a warpgroup has 64 rows of each of ROWS products, of which warp w has rows 16 w and on.
+  static __device__ __forceinline__ int position(int tile) {
+    const int warp = tile / ROWS;
+    return (warp / 4 * ROWS + tile % ROWS) * 4 + warp % 4;
+  }
+
+  static __device__ __forceinline__ void start(float* shared, const float* packed_qkv, const float* packed_out, int step) {
+    const int stage = step % STAGES;
+    const bool first = step < FIRST_STEPS;
+    const float* from = first ? packed_qkv + static_cast<long long>(step) * Qkv::B_TILE : packed_out + static_cast<long long>(step - FIRST_STEPS) * Out::B_TILE;
+    start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
+  }
+
+  // Sums from nothing: products that do not accumulate would do, but keep the registers of older sums occupied until then.
+  template <int TILES>
+  static __device__ __forceinline__ void clear(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4]) {
 #pragma unroll
-  for (int first = 0; first < TILES; first += TOGETHER) {
-    const int channel = column + 8 * first + RUN * (lane % 4);
-    float sums[2][RUNS][RUN] = {};
+    for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
-      if (tile >= row_tiles || token >= C::LENGTH) continue;
-#pragma unroll
-      for (int run = 0; run < RUNS; ++run) load_channels<C::DIM>(sums[half][run], x + C::offset(sequence, token), channel + 4 * RUN * run);
+      for (int i = 0; i < TILES * 4; ++i) {
+        acc[row][i / 4][i % 4] = 0.0f;
+        if constexpr (OPERANDS == 2) rest[row][i / 4][i % 4] = 0.0f;
+      }
+      keep_in_registers(acc[row]);
+      if constexpr (OPERANDS == 2) keep_in_registers(rest[row]);
     }
+  }
+
+  // Step `step` of the ring, with tile `sum_tile` of the sum of product P: starts it, waits until the step before is done for all (DONE: it is for this
+  // warp), and has the buffer of that filled again.
+  template <typename P, bool DONE, int TILES>
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], float* shared, const float* packed_qkv,
+                                                  const float* packed_out, int step, int sum_tile) {
+    using Product = WarpgroupProduct<P>;
+    const int stage = step % STAGES, warpgroup = threadIdx.x / 128;
+    const unsigned long long b = matrix_descriptor<Product::ROW>(shared + C::RING + stage * C::RING_TILE);
+    wait_for_bulk_copy(shared + C::BARRIERS + 2 * stage, step / STAGES % 2);
+    wgmma_fence();
 #pragma unroll
-    for (int run = 0; run < RUNS; ++run) {
-      float bias[RUN] = {};
-      load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
+    for (int row = 0; row < ROWS; ++row) {
+      const unsigned long long a = Product::rows(shared + (SAME<P, Out> ? C::ATTENDED : 0), sum_tile, warpgroup * ROWS + row);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
-        if (tile >= row_tiles || token >= C::LENGTH) continue;
+      for (int k = 0; k < P::SUM_TILE / 16; ++k) {
+        if constexpr (OPERANDS == 2) {
+          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, true);
+          wgmma(Format{}, rest[row], a + 2 * k, b + Product::B_OPERAND / 4 + 2 * k, true);
+        }
+        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, true);
+      }
+    }
+    wgmma_commit();
+    if constexpr (!DONE) wgmma_wait<1>();
+    __syncthreads();  // the step before is done for all, and its buffer is free
+    if (threadIdx.x == 0 && step > 0 && step - 1 + STAGES < ALL_STEPS) start(shared, packed_qkv, packed_out, step - 1 + STAGES);
+  }
+
+  // Waits for all products, and adds up what they are in two parts.
+  template <int TILES>
+  static __device__ __forceinline__ void finish(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4]) {
+    wgmma_wait<0>();
 #pragma unroll
-        for (int c = 0; c < RUN; ++c) sums[half][run][c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + bias[c];
-        store_channels<C::DIM>(y + C::offset(sequence, token), channel + 4 * RUN * run, sums[half][run]);
+    for (int row = 0; row < ROWS; ++row) {
+      keep_in_registers(acc[row]);
+      if constexpr (OPERANDS == 2) {
+        keep_in_registers(rest[row]);
+#pragma unroll
+        for (int j = 0; j < TILES; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[row][j][c] = fmaf(rest[row][j][c], 1.0f / Math::SCALE, acc[row][j][c]);
       }
     }
   }
-}
 
-// Kernel 3: output product, bias and residual, written to the grid by stride. The attention's result comes as fragments of 16 rows and 16
-// indices, whose words go to their rows.
-template <typename C>
-__device__ __forceinline__ void warpgroup_output(const float* attended, const Element* x, Element* y, const float* packed, const Element* __restrict__ out_bias, int row_tiles,
-                                                 float* shared) {
-  using P = typename C::Out;
-  using Product = WarpgroupProduct<P>;
-  constexpr int OPERANDS = Product::OPERANDS, PAGES = C::INNER / 16 * OPERANDS, ALL_PAGES = P::SUM / 16 * OPERANDS;  // of a row tile: there are, with padding
-  const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
-  const float* rows = attended + static_cast<long long>(first_tile) * (PAGES * 128);
-  Product::run(
-      shared, packed, part,
-      [&](float* a) {
-#pragma unroll 8
-        for (int at = threadIdx.x / 32; at < P::ROW_TILES * ALL_PAGES; at += P::THREADS / 32) {
-          const int row_tile = at / ALL_PAGES, page = at % ALL_PAGES, index = page / OPERANDS * 16 + 2 * (lane % 4), row = 16 * row_tile + lane / 4;
-          float quad[4] = {};  // (g, k), (g+8, k), (g, k+8), (g+8, k+8)
-          if (first_tile + row_tile < row_tiles && page < PAGES) load(quad, rows + (row_tile * PAGES + page) * 128 + 4 * lane);
-          float* to = a + page % OPERANDS * Product::A_OPERAND + index / P::SUM_TILE * Product::A_TILE;
+  // A head's accumulators: queries into registers, in units of the exponent; keys and values of the block's row tiles, from `tile` on, into shared memory.
+  static __device__ __forceinline__ void hand_on(Softmax& softmax, float (&acc)[ROWS][FIRST_TILES][4], float* keys, float* values, int tile, int head, int lane) {
 #pragma unroll
-          for (int word = 0; word < 4; ++word) to[swizzled(row + word % 2 * 8, index % P::SUM_TILE + word / 2 * 8)] = quad[word];
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+      for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) acc[row][j][c] *= C::EXPONENT_SCALE;
+      softmax.hold_query(row, acc[row]);
+      if (tile + row < KEPT_TILES) Softmax::store_keys(keys, values, tile + row, lane, acc[row]);
+    }
+    if constexpr (S::BY_WARPGROUPS) fence_async_proxy();
+  }
+
+  // A head's result, to its place or to scratch. Places take two fragments at once: `held` has the first of two.
+  static __device__ __forceinline__ void keep_result(const Softmax& softmax, float (&held)[ROWS][OPERANDS][4], float* a, float* scratch, int tile, int end, int head, int lane) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+      softmax.result(row, [&](int step, const float(&quads)[OPERANDS][4]) {
+        const int at = head * (STEPS / 2) + step;
+#pragma unroll
+        for (int which = 0; which < OPERANDS; ++which) {
+          if constexpr (C::SCRATCH) {
+            if (tile + row < end) store(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
+          } else {
+            if (at % 2 == 1) {
+              const float both[2][4] = {{held[row][which][0], held[row][which][1], held[row][which][2], held[row][which][3]}, {quads[which][0], quads[which][1], quads[which][2], quads[which][3]}};
+              Second::store_fragments(a, which, 16 * position(tile + row), at / 2, lane, both);
+            }
+#pragma unroll
+            for (int word = 0; word < 4; ++word) held[row][which][word] = quads[which][word];
+          }
         }
-      },
-      [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
-        add_residual<C, P::WARP_COLUMN_TILES>(x, y, out_bias, first_tile + row_tile, row_tiles, column, lane, acc);
       });
-}
+  }
+
+  // What is left of operand A of the output product: from scratch all, where a lane reads what it has written; else a last fragment, and zeros.
+  static __device__ __forceinline__ void fill(const float (&held)[ROWS][OPERANDS][4], float* a, const float* scratch, int tile, int end, int lane) {
+    constexpr int FIRST = C::SCRATCH ? 0 : C::INNER / 32;
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll 8
+      for (int at = FIRST * OPERANDS; at < Out::SUM / 32 * OPERANDS; ++at) {
+        const int pair = at / OPERANDS, which = at % OPERANDS;
+        float quads[2][4] = {};
+        if constexpr (C::SCRATCH) {
+#pragma unroll
+          for (int next = 0; next < 2; ++next) {
+            const int page = (2 * pair + next) * OPERANDS + which;
+            if (tile + row < end && page < PAGES) load(quads[next], scratch + (row * PAGES + page) * 128 + 4 * lane);
+          }
+        } else if (C::INNER % 32 != 0 && pair == FIRST) {
+#pragma unroll
+          for (int word = 0; word < 4; ++word) quads[0][word] = held[row][which][word];
+        }
+        Second::store_fragments(a, which, 16 * position(tile + row), pair, lane, quads);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void run(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const float* packed_qkv, float* attended, Element* y, const float* packed_out, const Element* __restrict__ out_bias, int row_tiles, float* shared) {
+    const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * ROWS, first_tile = static_cast<int>(blockIdx.x) * BLOCK_TILES;
+    const int end = min(row_tiles - first_tile, BLOCK_TILES);  // of the block's row tiles
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < STAGES; ++stage) init_barrier(shared + C::BARRIERS + 2 * stage);
+      publish_barriers();
+      wait_for_previous_kernel();  // the weights are packed; the barrier below has all threads behind this
+      for (int step = 0; step < min(STAGES, ALL_STEPS); ++step) start(shared, packed_qkv, packed_out, step);
+    }
+    normalise_by_groups<C>(x, norm_weight, norm_bias, first_tile, first_tile + end,
+                           [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { First::store_row(shared, 16 * position(row_tile) + row, channel, values); });
+    fence_async_proxy();
+    __syncthreads();  // operand A and the barriers are there for all
+
+    float *const keys = shared + C::KEYS, *const values = shared + C::VALUES;
+    // A warp without tokens takes part in all: its first key is another warp's, and its result is not stored.
+    const int first_key = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
+    float* const scratch = C::SCRATCH ? attended + static_cast<long long>(first_tile + tile) * (PAGES * 128) : nullptr;
+    float held[ROWS][OPERANDS][4] = {};
+    Softmax softmax;
+    int step = 0;
+    {
+      float acc[ROWS][FIRST_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];
+#pragma unroll 1
+      for (int head = 0; head < C::HEADS; ++head) {
+        if (!C::OVERLAP || head == 0) {
+          clear(acc, rest);
+#pragma unroll 1
+          for (int sum_tile = 0; sum_tile < First::SUM_TILES; ++sum_tile, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
+        }
+        finish(acc, rest);
+        if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the head before
+        hand_on(softmax, acc, keys, values, tile, head, lane);
+        if (C::OVERLAP) clear(acc, rest);
+        __syncthreads();  // keys and values are there for all
+        softmax.begin();
+        int next = 0;  // tile of the sum of the next head
+        // Beside a tile of keys, behind its scores, so that these do not wait for the matrix unit.
+        const auto multiply_next = [&](int key_step) {
+          if constexpr (C::OVERLAP) {
+            const int until = head < C::HEADS - 1 ? ceil_div((key_step + 1) * First::SUM_TILES, KEY_STEPS) : 0;
+            if (next >= until) return;
+            multiply<Qkv, S::BY_WARPGROUPS>(acc, rest, shared, packed_qkv, packed_out, step++, next++);
+            if constexpr (First::SUM_TILES > KEY_STEPS) {
+#pragma unroll 1
+              for (; next < until; ++next, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, next);
+            }
+          }
+        };
+        softmax.run(keys + first_key, values + first_key, lane, multiply_next);
+        keep_result(softmax, held, shared + C::ATTENDED, scratch, tile, end, head, lane);
+      }
+      wgmma_wait<0>();  // there are none: this tells the compiler
+    }
+
+    fill(held, shared + C::ATTENDED, scratch, tile, end, lane);
+    fence_async_proxy();
+    __syncthreads();
+#pragma unroll 1
+    for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
+      const int column = turn * Out::COLUMNS;
+      OutputTiles<C, SECOND_TILES> tiles[ROWS];
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
+      float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
+      clear(acc, rest);
+#pragma unroll 1
+      for (int sum_tile = 0; sum_tile < Second::SUM_TILES; ++sum_tile, ++step) multiply<Out, false>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
+      finish(acc, rest);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+        tiles[row].after(x, y, out_bias, first_tile + tile + row, first_tile + end, column, lane, acc[row]);
+    }
+  }
+};
 
 // Rows: sequences of 256 tokens, 256 elements apart.
-struct StagedRow {
+struct StreamedRow {
   static constexpr int DIM = 256, HEADS = 8, HEAD_DIM = 32, LENGTH = 256;
   static constexpr int PADDED_HEAD_DIM = 32, INNER = 256;  // INNER: of all heads, padded
   static constexpr int TILES = 16, ROW_TILE = 256;  // of 16 tokens in a sequence; words of one for a head, in scratch
@@ -1653,50 +1933,58 @@ struct StagedRow {
   static constexpr float EXPONENT_SCALE = 2.550348616e-01f;  // log2(e) / sqrt(HEAD_DIM)
   using Math = HalfCore<Bf16, 1>;
 
+  static constexpr int SEQUENCES = 1;  // of a block
+  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
+  static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
+  // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
+  static constexpr int ATTENDED = 0, RING = 32768, RING_TILE = 4096, KEYS = 49152, VALUES = 53248, BARRIERS = 57344;
+
   struct Qkv {
     using Math = HalfCore<Bf16, 1>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int ROW_TILES = 16, COLUMNS = 96, SUM_TILE = 64, STAGES = 4;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 12, THREADS = 512, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 768, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 8, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 24576;  // of eight weights, to pack
-    static constexpr int NORM_PAIRS = 4;  // of tokens that a warp normalises at once
-    // Shared memory, in words: operand A, the buffers, and a barrier for each
-    static constexpr int BUFFERS = 16384, B_TILE = 4096, BARRIERS = 28672;
+    static constexpr int NORM_LANES = 8, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
+    static constexpr int B_TILE = 3072;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
-      return column < ALL_COLUMNS && k < DIM ? weight + column * DIM + k : nullptr;
+      const int head = column / COLUMNS, which = column % COLUMNS / PADDED_HEAD_DIM, within = column % PADDED_HEAD_DIM;  // which: q, k or v
+      return k < DIM && within < HEAD_DIM ? weight + ((which * HEADS + head) * HEAD_DIM + within) * DIM + k : nullptr;
     }
   };
 
   struct Streamed {
+    static constexpr bool BY_WARPGROUPS = true;
     using Products = HalfStream<Bf16, 1>;
     template <int STEPS>
     using Query = Products::HeldQuery<STEPS>;
-    static constexpr int WARPS = 4, ROWS = 2, MIN_BLOCKS = 3;  // ROWS: row tiles of a warp
+    static constexpr int WARPS = 16, ROWS = 1, MIN_BLOCKS = 1;  // ROWS: row tiles of a warp
     static constexpr int KEY_TILE = 32, STAGES = 1;  // one for all keys
     static constexpr int KEY_WORDS = 512, VALUE_WORDS = 512;  // of a tile of keys in shared memory
     static constexpr int VALUES = 4096, BUFFER = 8192;  // in words: start of a buffer's values, its size
     static constexpr int VALUE_COLUMNS = 256, VALUE_STRIDE = 256;
     // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
-    static constexpr float HEADROOM = 32.0f, LIMIT = 2.0f, FLOOR = 5.421010862e-20f;
-    static constexpr bool SUMS_BY_PRODUCT = true;  // of weights, on the tensor cores; or added up by the lanes
+    static constexpr float HEADROOM = 0.0f, LIMIT = 1073741824.0f, FLOOR = 5.421010862e-20f;
+    static constexpr bool SUMS_BY_PRODUCT = false;  // of weights, on the tensor cores; or added up by the lanes
 
     // The weight 2^x with number `index` of the eight that a lane has of 16 keys
-    static __device__ __forceinline__ float power(float x, int index) { return index * 1 % 8 < 1 ? exp2_polynomial(x) : exp2_approx(x); }
+    static __device__ __forceinline__ float power(float x, int) { return exp2_approx(x); }
   };
 
   struct Out {
     using Math = HalfCore<Bf16, 1>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int ROW_TILES = 16, COLUMNS = 128, SUM_TILE = 64, STAGES = 4;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 512, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 256, PARTS = 1;  // padded sum; columns, and blocks that share them
-    static constexpr int COPY = 8, RUN = 8;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int COPY = 2, RUN = 8;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 8192;  // of eight weights, to pack
-    // Shared memory, in words: operand A, the buffers, and a barrier for each
-    static constexpr int BUFFERS = 16384, B_TILE = 4096, BARRIERS = 28672;
+    static constexpr int B_TILE = 4096;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
+      // Operand A's order of the sum: WarpgroupProduct::store_fragments
+      k = k / 64 * 64 + k / 8 % 2 * 32 + k % 8 / 2 * 8 + k % 64 / 16 * 2 + k % 2;
       return column < DIM && k < INNER ? weight + column * DIM + k : nullptr;
     }
   };
@@ -1708,7 +1996,7 @@ struct StagedRow {
 };
 
 // Columns: sequences of 128 tokens, 65536 elements apart.
-struct StagedColumn {
+struct StreamedColumn {
   static constexpr int DIM = 256, HEADS = 8, HEAD_DIM = 32, LENGTH = 128;
   static constexpr int PADDED_HEAD_DIM = 32, INNER = 256;  // INNER: of all heads, padded
   static constexpr int TILES = 8, ROW_TILE = 256;  // of 16 tokens in a sequence; words of one for a head, in scratch
@@ -1716,50 +2004,58 @@ struct StagedColumn {
   static constexpr float EXPONENT_SCALE = 2.550348616e-01f;  // log2(e) / sqrt(HEAD_DIM)
   using Math = HalfCore<Bf16, 1>;
 
+  static constexpr int SEQUENCES = 1;  // of a block
+  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
+  static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
+  // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
+  static constexpr int ATTENDED = 0, RING = 16384, RING_TILE = 2048, KEYS = 24576, VALUES = 26624, BARRIERS = 28672;
+
   struct Qkv {
     using Math = HalfCore<Bf16, 1>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int ROW_TILES = 8, COLUMNS = 96, SUM_TILE = 32, STAGES = 4;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 12, THREADS = 256, MIN_BLOCKS = 2;
     static constexpr int SUM = 256, ALL_COLUMNS = 768, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 8, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 24576;  // of eight weights, to pack
-    static constexpr int NORM_PAIRS = 4;  // of tokens that a warp normalises at once
-    // Shared memory, in words: operand A, the buffers, and a barrier for each
-    static constexpr int BUFFERS = 16384, B_TILE = 4096, BARRIERS = 28672;
+    static constexpr int NORM_LANES = 8, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
+    static constexpr int B_TILE = 1536;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
-      return column < ALL_COLUMNS && k < DIM ? weight + column * DIM + k : nullptr;
+      const int head = column / COLUMNS, which = column % COLUMNS / PADDED_HEAD_DIM, within = column % PADDED_HEAD_DIM;  // which: q, k or v
+      return k < DIM && within < HEAD_DIM ? weight + ((which * HEADS + head) * HEAD_DIM + within) * DIM + k : nullptr;
     }
   };
 
   struct Streamed {
+    static constexpr bool BY_WARPGROUPS = true;
     using Products = HalfStream<Bf16, 1>;
     template <int STEPS>
     using Query = Products::HeldQuery<STEPS>;
-    static constexpr int WARPS = 4, ROWS = 2, MIN_BLOCKS = 3;  // ROWS: row tiles of a warp
+    static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 2;  // ROWS: row tiles of a warp
     static constexpr int KEY_TILE = 32, STAGES = 1;  // one for all keys
     static constexpr int KEY_WORDS = 512, VALUE_WORDS = 512;  // of a tile of keys in shared memory
     static constexpr int VALUES = 2048, BUFFER = 4096;  // in words: start of a buffer's values, its size
     static constexpr int VALUE_COLUMNS = 256, VALUE_STRIDE = 256;
     // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
-    static constexpr float HEADROOM = 32.0f, LIMIT = 2.0f, FLOOR = 5.421010862e-20f;
-    static constexpr bool SUMS_BY_PRODUCT = true;  // of weights, on the tensor cores; or added up by the lanes
+    static constexpr float HEADROOM = 0.0f, LIMIT = 1073741824.0f, FLOOR = 5.421010862e-20f;
+    static constexpr bool SUMS_BY_PRODUCT = false;  // of weights, on the tensor cores; or added up by the lanes
 
     // The weight 2^x with number `index` of the eight that a lane has of 16 keys
-    static __device__ __forceinline__ float power(float x, int index) { return index * 1 % 8 < 1 ? exp2_polynomial(x) : exp2_approx(x); }
+    static __device__ __forceinline__ float power(float x, int) { return exp2_approx(x); }
   };
 
   struct Out {
     using Math = HalfCore<Bf16, 1>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
+    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 32, STAGES = 4;  // of a block
     static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 2;
     static constexpr int SUM = 256, ALL_COLUMNS = 256, PARTS = 1;  // padded sum; columns, and blocks that share them
-    static constexpr int COPY = 8, RUN = 8;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int COPY = 2, RUN = 8;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 8192;  // of eight weights, to pack
-    // Shared memory, in words: operand A, the buffers, and a barrier for each
-    static constexpr int BUFFERS = 16384, B_TILE = 4096, BARRIERS = 28672;
+    static constexpr int B_TILE = 2048;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
+      // Operand A's order of the sum: WarpgroupProduct::store_fragments
+      k = k / 64 * 64 + k / 8 % 2 * 32 + k % 8 / 2 * 8 + k % 64 / 16 * 2 + k % 2;
       return column < DIM && k < INNER ? weight + column * DIM + k : nullptr;
     }
   };
@@ -1772,60 +2068,34 @@ struct StagedColumn {
   }
 };
 
+// Kernel 0: packs the weights of all products by warpgroups, of all axes
 extern "C" __global__ void __launch_bounds__(128)
-axial_row_pack(const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, Element* packed_qkv, Element* packed_out, int chunks) {
+axial_pack(const Element* __restrict__ row_qkv_weight, const Element* __restrict__ row_out_weight, const Element* __restrict__ col_qkv_weight, const Element* __restrict__ col_out_weight, Element* row_packed_qkv, Element* row_packed_out, Element* col_packed_qkv, Element* col_packed_out, int chunks) {
+  allow_next_kernel();
   int chunk = blockIdx.x * 128 + threadIdx.x;
   if (chunk >= chunks) return;
-if (chunk < StagedRow::Qkv::CHUNKS) return WarpgroupProduct<StagedRow::Qkv>::pack(qkv_weight, words(packed_qkv), chunk);
-  chunk -= StagedRow::Qkv::CHUNKS;
-WarpgroupProduct<StagedRow::Out>::pack(out_weight, words(packed_out), chunk);
+  if (chunk < StreamedRow::Qkv::CHUNKS) return WarpgroupProduct<StreamedRow::Qkv>::pack(row_qkv_weight, words(row_packed_qkv), chunk);
+  chunk -= StreamedRow::Qkv::CHUNKS;
+  if (chunk < StreamedRow::Out::CHUNKS) return WarpgroupProduct<StreamedRow::Out>::pack(row_out_weight, words(row_packed_out), chunk);
+  chunk -= StreamedRow::Out::CHUNKS;
+  if (chunk < StreamedColumn::Qkv::CHUNKS) return WarpgroupProduct<StreamedColumn::Qkv>::pack(col_qkv_weight, words(col_packed_qkv), chunk);
+  chunk -= StreamedColumn::Qkv::CHUNKS;
+  WarpgroupProduct<StreamedColumn::Out>::pack(col_out_weight, words(col_packed_out), chunk);
 }
 
-extern "C" __global__ void __launch_bounds__(StagedRow::Qkv::THREADS, StagedRow::Qkv::MIN_BLOCKS)
-axial_row_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv,
-              Element* query, Element* key, Element* value, int row_tiles) {
+extern "C" __global__ void __launch_bounds__(StreamedRow::Qkv::THREADS, StreamedRow::Qkv::MIN_BLOCKS)
+axial_row_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* attended, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
   extern __shared__ __align__(1024) float shared[];
-  warpgroup_qkv<StagedRow>(x, norm_weight, norm_bias, words(packed_qkv), words(query), words(key), words(value), row_tiles, shared);
+  allow_next_kernel();
+  Resident<StreamedRow>::run(x, norm_weight, norm_bias, words(packed_qkv), words(attended), y, words(packed_out), out_bias, row_tiles, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * StagedRow::Streamed::WARPS, StagedRow::Streamed::MIN_BLOCKS)
-axial_row_attention(const Element* query, const Element* key, const Element* value, Element* attended, int sequences) {
+extern "C" __global__ void __launch_bounds__(StreamedColumn::Qkv::THREADS, StreamedColumn::Qkv::MIN_BLOCKS)
+axial_col_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* attended, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
   extern __shared__ __align__(1024) float shared[];
-  StreamedAttention<StagedRow>::run(words(query), words(key), words(value), words(attended), shared);
-}
-
-extern "C" __global__ void __launch_bounds__(StagedRow::Out::THREADS, StagedRow::Out::MIN_BLOCKS)
-axial_row_out(const Element* attended, const Element* x, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
-  extern __shared__ __align__(1024) float shared[];
-  warpgroup_output<StagedRow>(words(attended), x, y, words(packed_out), out_bias, row_tiles, shared);
-}
-
-extern "C" __global__ void __launch_bounds__(128)
-axial_col_pack(const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, Element* packed_qkv, Element* packed_out, int chunks) {
-  int chunk = blockIdx.x * 128 + threadIdx.x;
-  if (chunk >= chunks) return;
-if (chunk < StagedColumn::Qkv::CHUNKS) return WarpgroupProduct<StagedColumn::Qkv>::pack(qkv_weight, words(packed_qkv), chunk);
-  chunk -= StagedColumn::Qkv::CHUNKS;
-WarpgroupProduct<StagedColumn::Out>::pack(out_weight, words(packed_out), chunk);
-}
-
-extern "C" __global__ void __launch_bounds__(StagedColumn::Qkv::THREADS, StagedColumn::Qkv::MIN_BLOCKS)
-axial_col_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv,
-              Element* query, Element* key, Element* value, int row_tiles) {
-  extern __shared__ __align__(1024) float shared[];
-  warpgroup_qkv<StagedColumn>(x, norm_weight, norm_bias, words(packed_qkv), words(query), words(key), words(value), row_tiles, shared);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * StagedColumn::Streamed::WARPS, StagedColumn::Streamed::MIN_BLOCKS)
-axial_col_attention(const Element* query, const Element* key, const Element* value, Element* attended, int sequences) {
-  extern __shared__ __align__(1024) float shared[];
-  StreamedAttention<StagedColumn>::run(words(query), words(key), words(value), words(attended), shared);
-}
-
-extern "C" __global__ void __launch_bounds__(StagedColumn::Out::THREADS, StagedColumn::Out::MIN_BLOCKS)
-axial_col_out(const Element* attended, const Element* x, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
-  extern __shared__ __align__(1024) float shared[];
-  warpgroup_output<StagedColumn>(words(attended), x, y, words(packed_out), out_bias, row_tiles, shared);
+  allow_next_kernel();
+  wait_for_previous_kernel();  // which writes x
+  Resident<StreamedColumn>::run(x, norm_weight, norm_bias, words(packed_qkv), words(attended), y, words(packed_out), out_bias, row_tiles, shared);
 }
 
 '''
@@ -1923,89 +2193,52 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   if (aoti_torch_get_current_cuda_stream(device, &current) != 0) refuse("PyTorch gave no current CUDA stream");
   const cudaStream_t stream = static_cast<cudaStream_t>(current);
   Element* out = static_cast<Element*>(y.mutable_data_ptr());
-  const Tensor query_buffer = torch::stable::new_empty(x, {batch * int64_t{8388608} });
-  Element* const query = static_cast<Element*>(query_buffer.mutable_data_ptr());
-  const Tensor key_buffer = torch::stable::new_empty(x, {batch * int64_t{8388608} });
-  Element* const key = static_cast<Element*>(key_buffer.mutable_data_ptr());
-  const Tensor value_buffer = torch::stable::new_empty(x, {batch * int64_t{8388608} });
-  Element* const value = static_cast<Element*>(value_buffer.mutable_data_ptr());
   const Tensor attended_buffer = torch::stable::new_empty(x, {batch * int64_t{8388608} });
   Element* const attended = static_cast<Element*>(attended_buffer.mutable_data_ptr());
-  const Tensor packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{196608} });
-  Element* const packed_qkv = static_cast<Element*>(packed_qkv_buffer.mutable_data_ptr());
-  const Tensor packed_out_buffer = torch::stable::new_empty(x, {int64_t{65536} });
-  Element* const packed_out = static_cast<Element*>(packed_out_buffer.mutable_data_ptr());
+  const Tensor row_packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{196608} });
+  Element* const row_packed_qkv = static_cast<Element*>(row_packed_qkv_buffer.mutable_data_ptr());
+  const Tensor row_packed_out_buffer = torch::stable::new_empty(x, {int64_t{65536} });
+  Element* const row_packed_out = static_cast<Element*>(row_packed_out_buffer.mutable_data_ptr());
+  const Tensor col_packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{196608} });
+  Element* const col_packed_qkv = static_cast<Element*>(col_packed_qkv_buffer.mutable_data_ptr());
+  const Tensor col_packed_out_buffer = torch::stable::new_empty(x, {int64_t{65536} });
+  Element* const col_packed_out = static_cast<Element*>(col_packed_out_buffer.mutable_data_ptr());
   {
-    // Rows: 128 chunks a block
+    // Packing: 128 chunks a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_pack, 0, device, allowed);
-    const int chunks = 32768;
+    allow_shared(axial_pack, 0, device, allowed);
+    const int chunks = 65536;
     const int64_t blocks = (static_cast<int64_t>(chunks) + 127) / 128;
     cudaLaunchConfig_t config = grid(blocks, 128, 0, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_pack, data(row_qkv_weight), data(row_out_weight), packed_qkv, packed_out, chunks), "axial_row_pack could not be launched");
+    check(cudaLaunchKernelEx(&config, axial_pack, data(row_qkv_weight), data(row_out_weight), data(col_qkv_weight), data(col_out_weight), row_packed_qkv, row_packed_out, col_packed_qkv, col_packed_out, chunks), "axial_pack could not be launched");
   }
   {
-    // Rows: 8 row_tiles a block
+    // Rows: 16 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_qkv, 114712, device, allowed);
+    allow_shared(axial_row_block, 229408, device, allowed);
     const int row_tiles = static_cast<int>(batch * 2048);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 114712, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_qkv, data(x), data(row_norm_weight), data(row_norm_bias), packed_qkv, query, key, value, row_tiles), "axial_row_qkv could not be launched");
-  }
-  {
-    // Rows: 1 sequence a block, 16 blocks for each
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_attention, 32768, device, allowed);
-    const int sequences = static_cast<int>(batch * 128);
-    const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1 * 16;
-    cudaLaunchConfig_t config = grid(blocks, 128, 32768, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_attention, query, key, value, attended, sequences), "axial_row_attention could not be launched");
-  }
-  {
-    // Rows: 8 row_tiles a block
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_out, 114712, device, allowed);
-    const int row_tiles = static_cast<int>(batch * 2048);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 114712, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_out, attended, data(x), out, packed_out, data(row_out_bias), row_tiles), "axial_row_out could not be launched");
-  }
-  {
-    // Columns: 128 chunks a block
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_pack, 0, device, allowed);
-    const int chunks = 32768;
-    const int64_t blocks = (static_cast<int64_t>(chunks) + 127) / 128;
-    cudaLaunchConfig_t config = grid(blocks, 128, 0, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_pack, data(col_qkv_weight), data(col_out_weight), packed_qkv, packed_out, chunks), "axial_col_pack could not be launched");
+    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 15) / 16;
+    cudaLaunchConfig_t config = grid(blocks, 512, 229408, stream);
+    cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, axial_row_block, data(x), data(row_norm_weight), data(row_norm_bias), row_packed_qkv, attended, out, row_packed_out, data(row_out_bias), row_tiles), "axial_row_block could not be launched");
   }
   {
     // Columns: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_qkv, 114712, device, allowed);
+    allow_shared(axial_col_block, 114720, device, allowed);
     const int row_tiles = static_cast<int>(batch * 2048);
     const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 114712, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_qkv, out, data(col_norm_weight), data(col_norm_bias), packed_qkv, query, key, value, row_tiles), "axial_col_qkv could not be launched");
-  }
-  {
-    // Columns: 1 sequence a block, 8 blocks for each
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_attention, 16384, device, allowed);
-    const int sequences = static_cast<int>(batch * 256);
-    const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1 * 8;
-    cudaLaunchConfig_t config = grid(blocks, 128, 16384, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_attention, query, key, value, attended, sequences), "axial_col_attention could not be launched");
-  }
-  {
-    // Columns: 8 row_tiles a block
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_out, 114712, device, allowed);
-    const int row_tiles = static_cast<int>(batch * 2048);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 114712, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_out, attended, out, out, packed_out, data(col_out_bias), row_tiles), "axial_col_out could not be launched");
+    cudaLaunchConfig_t config = grid(blocks, 256, 114720, stream);
+    cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, axial_col_block, out, data(col_norm_weight), data(col_norm_bias), col_packed_qkv, attended, out, col_packed_out, data(col_out_bias), row_tiles), "axial_col_block could not be launched");
   }
   return y;
 }

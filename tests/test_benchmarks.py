@@ -504,14 +504,23 @@ def test_command_renders_an_earlier_result_into_documents(monkeypatch, capsys, n
     assert code == 2 and "no result of benchmarks.compare" in text
 
 
+def test_the_last_result_of_a_case_counts() -> None:
+    one, other = full_result(), Result(BY_NAME["msa bf16"], floors(BY_NAME["msa bf16"], NOMINAL))
+    whole, part = blank(one, other, complete=True), blank(replace(other, notes=("anew",)), complete=True)
+    assert command.latest([whole, part]) == [replace(whole, results=(one,)), part]
+    assert command.latest([part, whole]) == [whole], "nothing is left of the first"
+    assert command.result_path(Path("r"), "NVIDIA H200", ("seed_b1", "bf16")) == Path("r/nvidia_h200_seed_b1_bf16.json")
+
+
 def test_measuring_writes_json_and_tables(monkeypatch, tmp_path):
     fake = FakeInstruments(MACHINE)
     monkeypatch.setattr("benchmarks.instruments.GpuInstruments", lambda gpu, **options: fake)
     module_for(tmp_path, BY_NAME["seed fp32"].spec())
     gpu = Gpu(0, "NVIDIA H200", "GPU-1", "580", (9, 0))
     plan = Plan(select(["seed"], ["fp32"]), tmp_path)
-    report, path = command.measure(plan, gpu, tmp_path / "results", 0, False, True, lambda line: None)
+    path = command.result_path(tmp_path / "results", gpu.name)
     assert path == tmp_path / "results" / "nvidia_h200.json"
+    report = command.measure(plan, gpu, path, 0, False, True, lambda line: None)
     assert from_json(path.read_text()) == report and report.complete and report.results[0].gain == 4.0
     assert path.with_suffix(".md").read_text() == comparison(report)
     assert fake.log[-1] == "close"

@@ -12,7 +12,7 @@ import pytest
 
 import benchmarks.shapes
 from benchmarks.field import BOTH, COLUMNS, SHAPES, Shape
-from benchmarks.shapes import LATE, Work, compared, emulate, on_emulator, on_gpu, plan, run
+from benchmarks.shapes import EARLIER, LATE, Work, compared, emulate, on_emulator, on_gpu, plan, run
 from benchmarks.shapes_report import Row, read, table
 from codegen.config import Config
 from codegen.library import KERNELS
@@ -142,7 +142,13 @@ def test_measurements_stay_only_while_they_hold(tmp_path: Path) -> None:
     tuned = {spec: {axis: replace(config, residual="shared") for axis, config in work.configs.items()}}
     changed = Checks(checked="emulator", error=2e-6)
     rows = run(FEW, H200, tmp_path, changed, NOWHERE, tuned)
-    assert changed.asked == ["Few"] and rows[0].chosen == "tuned" and rows[0].timing is None
+    assert changed.asked == ["Few"] and rows[0].chosen == "tuned" and rows[0].error == 2e-6
+    assert rows[0].timing == MEASURED["timing"] and rows[0].note == EARLIER, "their times stay until there are new ones, and say so"
+    late = Checks(checked="", error=None, note=LATE)
+    assert run(FEW, H200, tmp_path, late, HERE, tuned)[0].note == f"{LATE}; {EARLIER}"
+    anew = Checks(**MEASURED)
+    assert run(FEW, H200, tmp_path, anew, {**HERE, "date": "2027-01-01"}, tuned)[0].note == "" and anew.asked == ["Few"]
+    assert read(tmp_path / "shapes.json")[0]["date"] == f"{HERE['date']} to 2027-01-01"
     other = Checks(**MEASURED)
     run(FEW, H200, tmp_path, other, {**HERE, "driver": "590.1"}, {})
     assert other.asked == ["Few", "One axis"]
