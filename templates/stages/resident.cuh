@@ -4,12 +4,12 @@
 {% set out_bias = ["out_bias"] if spec.out_bias else [] %}
 // A whole axis in one kernel, by warpgroups. A block has SEQUENCES sequences, of which a warp has ROWS row tiles: their normalised tokens stay in
 // shared memory as operand A of the QKV product, which is computed a head at a time. A head's queries stay in their warp's registers, its
-// keys and values lie in shared memory for the warps of the sequence, and its result goes to scratch, from where the warp that has written
-// it takes it, when there are no more heads, as operand A of the output product.
+// keys and values lie in shared memory for the warps of the sequence. Its result goes to its place in operand A of the output product or,
+// where that is the tokens' place, to scratch until there are no more heads.
 //
-// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one head, or of one column tile
-// of the output. With OVERLAP the steps of the next head are spread over the tiles of keys of a head, so that the matrix unit multiplies
-// while the warps compute exponentials.
+// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one head, or of one
+// column tile of the output. With OVERLAP the steps of the next head are spread over the tiles of keys of a head, so that the matrix unit
+// multiplies while the warps compute exponentials.
 template <typename C>
 struct Resident {
   using Math = typename C::Math;
@@ -33,6 +33,7 @@ struct Resident {
     return (warp / 4 * ROWS + tile % ROWS) * 4 + warp % 4;
   }
 
+  // Starts the copy of what step `step` needs.
   static __device__ __forceinline__ void start(float* shared, const float* packed_qkv, const float* packed_out, int step) {
     const int stage = step % STAGES;
     const bool first = step < FIRST_STEPS;
