@@ -58,14 +58,10 @@ MIXES = {
     ("resident", "resident"): ["row_block", "col_block"],
     ("resident", "sequence"): ["row_block", "col"],
     ("resident", "staged qkv+out"): ["row_block"],
-    ("resident", "staged"): ["row_block"],
     ("sequence", "resident"): ["col_block"],
     ("staged", "resident"): ["col_block"],
-    ("staged out", "resident"): ["col_block"],
     ("staged qkv", "resident"): ["row_qkv", "col_block"],
     ("staged qkv+out", "staged qkv+out"): ["row_qkv"],
-    ("sequence", "staged qkv+out"): [],
-    ("staged", "staged"): [],
 }
 
 

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import platformdirs
@@ -124,9 +125,10 @@ class Emulator:
         self.buffers = dict(buffers or {})
         self.run_limit = run_limit
         _check_limits(source)
-        folder = cache_dir or platformdirs.user_cache_path("axialtune") / "emulator"
+        self._folder = cache_dir or platformdirs.user_cache_path("axialtune") / "emulator"
+        self._compile_limit = compile_limit
         try:
-            self.program = build(source, folder, compile_limit)
+            self.program = build(source, self._folder, compile_limit)
         except CompileError as error:
             raise EmulationError(Report("compile", f"{KINDS['compile']}: {error}", line=error.line)) from None
 
@@ -148,7 +150,7 @@ class Emulator:
         found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for text in self._run(x, weights, "forward", False, True)[1].splitlines():
             kernel, kind, place, wavefronts, conflicts = text.split()
-            total = found.setdefault((kernel, (int(place),) if kind == "line" else lines_of(self.program, int(place))), [0, 0])
+            total = found.setdefault((kernel, (int(place),) if kind == "line" else lines_of(self._with_lines, int(place))), [0, 0])
             total[0] += int(wavefronts)
             total[1] += int(conflicts)
         return [SharedTraffic(kernel, lines, *total) for (kernel, lines), total in found.items()]
@@ -176,6 +178,11 @@ class Emulator:
             with open(paths[2], "rb") as file:
                 return torch.frombuffer(bytearray(file.read()), dtype=x.dtype).view(x.shape), Path(paths[3]).read_text()
 
+    @cached_property
+    def _with_lines(self) -> Path:
+        """The program with what tells lines: the same code at the same addresses."""
+        return build(self.source, self._folder, self._compile_limit, lines=True)
+
     def _execute(self, paths: list[str], regions: Sequence[_Region]) -> None:
         try:
             done = subprocess.run(
@@ -193,8 +200,8 @@ class Emulator:
     def _report(self, facts: Mapping[str, str], regions: Sequence[_Region]) -> Report:
         number = {key: int(value) for key, value in facts.items() if re.fullmatch(r"-?\d+", value)}
         kernel = next((k for k in self.source.kernels if k.name == facts.get("kernel")), None)
-        line = number.get("line") or line_of(self.program, number.get("pc"))
-        other_line = number.get("other_line") or line_of(self.program, number.get("other_pc"))
+        line = number.get("line") or line_of(self._with_lines, number.get("pc"))
+        other_line = number.get("other_line") or line_of(self._with_lines, number.get("other_pc"))
         thread = number.get("thread")
         text = facts["text"]
         buffer = None

@@ -23,9 +23,10 @@ COMMON_FLAGS = ("-std=c++17", "-fno-pie")
 RUNTIME_FLAGS = (*COMMON_FLAGS, "-O2")
 # -O1 keeps the accesses and the lines of the source; -ffp-contract=off makes results the same on every host.
 SOURCE_FLAGS = (
-    *COMMON_FLAGS, "-O1", "-g1", "-gdwarf-4", "-fno-exceptions", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-fmax-errors=1",
+    *COMMON_FLAGS, "-O1", "-fno-exceptions", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-fmax-errors=1",
     "-fsanitize=thread", "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero",
 )  # fmt: skip
+LINE_FLAGS = ("-g1", "-gdwarf-4")  # they change no code, and take 40% of the time: for programs whose lines are asked for
 PATTERN_FLAG = "-ftrivial-auto-var-init=pattern"  # uninitialised registers hold a large number, never a lucky zero (g++ 12)
 
 
@@ -51,14 +52,15 @@ def compiler() -> tuple[str, str, tuple[str, ...]]:
     return path, version, (PATTERN_FLAG,) if major and int(major[1]) >= 12 else ()
 
 
-def build(source: Source, folder: Path, limit: float) -> Path:
-    """The program that runs `source`, from the cache in `folder` or built there. `limit`: seconds for each compilation.
+def build(source: Source, folder: Path, limit: float, lines: bool = False) -> Path:
+    """The program that runs `source`, from the cache in `folder` or built there. `limit`: seconds for each compilation; lines: with what
+    line_of needs.
 
     A finished file is moved into place under its final name, so that processes which build the same do not disturb each
     other and a killed one leaves nothing that would be taken for a result.
     """
     path, version, extra = compiler()
-    flags = (*SOURCE_FLAGS, *extra)
+    flags = (*SOURCE_FLAGS, *extra, *(LINE_FLAGS if lines else ()))
     unit = translation_unit(source)
     runtime_key = _key(version, *RUNTIME_FLAGS, *((RUNTIME / name).read_text() for name in (*UNITS, *HEADERS)))
     program = folder / f"{_key(runtime_key, *flags, (RUNTIME / HEADER).read_text(), source.text, unit)}.exe"

@@ -69,7 +69,7 @@ struct StreamedAttention {
 {% set terms = (["KeyMask<C, KEYS>(key_mask, sequence, step * S::KEY_TILE, lane)"] if spec.key_mask else []) + (["logit_bias, head, tile"] if spec.logit_bias else []) %}
       const typename StreamedSoftmax<C>::Terms terms{ {{- terms | join(", ") -}} };
 {% endif %}
-      if ({{ "(EVEN || tile < C::TILES) && terms.mask.any()" if spec.key_mask else "EVEN || tile < C::TILES" }}) softmax.add(keys, values, step, lane, {{ "terms, " if spec.terms }}[] {});
+      if ({{ "(EVEN || tile < C::TILES) && terms.mask.any()" if spec.key_mask else "EVEN || tile < C::TILES" }}) softmax.template add<false>(keys, values, step, lane, {{ "terms, " if spec.terms }}[] {});
       const bool back = !RESIDENT && step % S::STAGES == S::STAGES - 1;
       keys = back ? shared : keys + (RESIDENT ? S::KEY_WORDS : S::BUFFER);
       values = back ? shared + S::VALUES : values + (RESIDENT ? S::VALUE_WORDS : S::BUFFER);

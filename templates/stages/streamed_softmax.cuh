@@ -132,23 +132,24 @@ struct StreamedSoftmax {
 {% endif %}
   }
 
-  // Tile number `step` of the keys. meanwhile() runs when the scores are under way and the exponentials still to come.
-  template <typename Meanwhile>
+  // Tile number `step` of the keys. meanwhile() runs when the scores are under way and the exponentials still to come, where there is something
+  // to do BESIDE them: scores that are computed at one place of the code alone take fewer registers.
+  template <bool BESIDE, typename Meanwhile>
   __device__ __forceinline__ void add(const float* keys, const float* values, int step, int lane, {{ "const Terms& terms, " if spec.terms }}Meanwhile meanwhile) {
     Weights weights;
     float p[ROWS][KEYS][4];
-    exponents(p, start, keys, step, lane{{ ", terms" if spec.terms }});
-    meanwhile();
+    if constexpr (BESIDE) {
+      exponents(p, start, keys, step, lane{{ ", terms" if spec.terms }});
+      meanwhile();
+    }
     float added[ROWS][2];
     bool outside = false;  // whether the references have been found not to serve
 {% if spec.terms %}
     bool low = false;  // whether a row has weights of nothing so far
 {% endif %}
     do {
-      if (outside) {
-        refer(keys, step, lane{{ ", terms" if spec.terms }});
-        exponents(p, start, keys, step, lane{{ ", terms" if spec.terms }});
-      }
+      if (outside) refer(keys, step, lane{{ ", terms" if spec.terms }});
+      if (!BESIDE || outside) exponents(p, start, keys, step, lane{{ ", terms" if spec.terms }});
 #pragma unroll
       for (int row = 0; row < ROWS; ++row)
 #pragma unroll
@@ -191,7 +192,7 @@ struct StreamedSoftmax {
         continue;
       }
 {% endif %}
-      add(keys + step * S::KEY_WORDS, values + step * S::VALUE_WORDS, step, lane, {{ "terms, " if spec.terms }}[&]() { meanwhile(step); });
+      add<true>(keys + step * S::KEY_WORDS, values + step * S::VALUE_WORDS, step, lane, {{ "terms, " if spec.terms }}[&]() { meanwhile(step); });
     }
   }
 
