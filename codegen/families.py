@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,13 @@ class Family:
     maths: Mapping[str, tuple[str, ...]]
     alternatives: Callable[[AxisProblem, Target, str], Sequence[Config]] | None = None
 
-    def starts(self, problem: AxisProblem, target: Target, math: str) -> list[Config]:
-        """The default of an arithmetic, if there is one, and its alternatives."""
+    def starts(self, problem: AxisProblem, target: Target, math: str) -> Iterator[Config]:
+        """The default of an arithmetic, if there is one, and then its alternatives, which are looked for when they are asked for: where
+        some do not exist, that takes half a second."""
         start = self.default(problem, target, math)
-        if start is None or self.alternatives is None:
-            return [] if start is None else [start]
-        return list(dict.fromkeys((start, *self.alternatives(problem, target, math))))
+        if start is not None:
+            yield start
+            yield from self.alternatives(problem, target, math) if self.alternatives else ()
 
 
 FAMILIES: dict[str, Family] = {

@@ -13,6 +13,11 @@ from dataclasses import dataclass
 BANKS = 32
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 @dataclass(frozen=True)
 class Access:
     """One access pattern of a warp to a matrix in shared memory.
@@ -80,7 +85,7 @@ def padded_stride(columns: int, accesses: Iterable[Access]) -> int:
     """The smallest stride of at least `columns` words, a multiple of 4, whose accesses conflict least, the first named
     one counting before all others."""
     accesses = tuple(accesses)
-    first = -(-columns // 4) * 4
+    first = ceil_div(columns, 4) * 4
     return min(range(first, first + BANKS, 4), key=lambda stride: ([a.conflicts(stride) for a in accesses], stride))
 
 
@@ -89,7 +94,7 @@ def stack(parts: Iterable[tuple[str, int, int, tuple[Access, ...]]], padded: boo
     buffers: list[Buffer] = []
     offset = 0
     for name, rows, columns, accesses in parts:
-        stride = padded_stride(columns, accesses) if padded else -(-columns // 4) * 4
+        stride = padded_stride(columns, accesses) if padded else ceil_div(columns, 4) * 4
         buffers.append(Buffer(name, rows, columns, offset, stride, accesses))
         offset += rows * stride
     return Layout(tuple(buffers))

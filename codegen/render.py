@@ -12,6 +12,7 @@ import jinja2
 
 from codegen.config import Config
 from codegen.families import Plan, plan_of
+from codegen.layout import ceil_div
 from codegen.resident import ResidentPlan
 from codegen.sequence import SequencePlan
 from codegen.spec import BlockSpec, SpecError
@@ -63,12 +64,12 @@ class Kernel:
         if self.fixed:
             return self.fixed
         problem = spec.problem(self.axis)
-        each = {"sequences": 1, "row_tiles": -(-problem.length // 16), "tokens": problem.length}
+        each = {"sequences": 1, "row_tiles": ceil_div(problem.length, 16), "tokens": problem.length}
         return batch * problem.lines * each[self.items]
 
     def blocks(self, spec: BlockSpec, batch: int) -> int:
         """Blocks of a launch."""
-        return -(-self.count(spec, batch) // self.items_per_block) * self.blocks_per_group
+        return ceil_div(self.count(spec, batch), self.items_per_block) * self.blocks_per_group
 
     def tensor(self, spec: BlockSpec, argument: str) -> str:
         """What `argument` is in the whole block: "x", "y", a scratch buffer's name, an input's, e.g. row_bias, or a parameter's,

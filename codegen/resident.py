@@ -13,16 +13,18 @@ composes anew (templates/stages/resident.cuh).
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from codegen.config import Config, tunable
+from codegen.layout import ceil_div
 from codegen.sequence import DTYPE_MATHS as ALL_MATHS
 from codegen.sequence import HALF_PARTS
 from codegen.spec import AxisProblem
 from codegen.streamed_attention import Attention, tricks
-from codegen.streamed_plan import StreamedPlan, ceil_div
+from codegen.streamed_plan import StreamedPlan
 from codegen.target import Target
 from codegen.warpgroup_product import SUM_TILE, SUM_TILES, WARPS, WarpgroupProduct
 
@@ -225,22 +227,21 @@ def default(problem: AxisProblem, target: Target, math: str | None = None) -> Re
     """The configuration to start from: what a careful author would pick without measuring. None if nothing is legal."""
     if not target.warpgroup_products or math not in (None, *_MATHS):
         return None
-    for each in DTYPE_MATHS[problem.block.dtype] if math is None else (math,):
-        for attention, overlap in itertools.product(_attentions(problem), (False, True)):
-            if found := _careful(problem, target, each, attention, overlap):
-                return found
-    return None
+    maths = DTYPE_MATHS[problem.block.dtype] if math is None else (math,)
+    return next((start for each in maths for start in _starts(problem, target, each)), None)
 
 
 def alternatives(problem: AxisProblem, target: Target, math: str) -> list[ResidentConfig]:
     """Other configurations to start from than the default: attention by either instruction, with and without overlap."""
-    choices = itertools.product(_attentions(problem), (False, True))
-    return [found for attention, overlap in choices if (found := _careful(problem, target, math, attention, overlap))]
+    return list(_starts(problem, target, math))
 
 
-def _attentions(problem: AxisProblem) -> tuple[str, str]:
-    """The better one first: exponentials bound the attention of narrow heads, which mma.sync needs no whole warpgroups for."""
-    return ("mma", "wgmma") if problem.block.head_dim <= 16 else ("wgmma", "mma")
+def _starts(problem: AxisProblem, target: Target, math: str) -> Iterator[ResidentConfig]:
+    """The better attention first: exponentials bound that of narrow heads, which mma.sync needs no whole warpgroups for."""
+    attentions = ("mma", "wgmma") if problem.block.head_dim <= 16 else ("wgmma", "mma")
+    for attention, overlap in itertools.product(attentions, (False, True)):
+        if found := _careful(problem, target, math, attention, overlap):
+            yield found
 
 
 def _careful(problem: AxisProblem, target: Target, math: str, attention: str, overlap: bool) -> ResidentConfig | None:

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from codegen.config import Config, tunable
-from codegen.layout import Access, Layout, stack
+from codegen.layout import Access, Layout, ceil_div, stack
 from codegen.spec import AxisProblem
 from codegen.target import Target
 
@@ -59,10 +59,6 @@ class SequenceConfig(Config):
     rounds: int = tunable(
         1, (1, 2, 4, 8, 16), "groups of sequences that a block computes one after the other, with weights that stay", before=1
     )
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 _VALUES = Access("values as operand B", 1, lambda lane: (2 * (lane % 4), lane // 4))
@@ -122,12 +118,12 @@ class SequencePlan:
     @property
     def padded_dim(self) -> int:
         step = 16 if self.half else 4 * self.config.fragment
-        return _ceil(self.dim, step) * step
+        return ceil_div(self.dim, step) * step
 
     @property
     def padded_head_dim(self) -> int:
         step = 16 if self.half else 8
-        return _ceil(self.head_dim, step) * step
+        return ceil_div(self.head_dim, step) * step
 
     @property
     def inner(self) -> int:
@@ -136,7 +132,7 @@ class SequencePlan:
 
     @property
     def padded_length(self) -> int:
-        return _ceil(self.problem.length, 16) * 16
+        return ceil_div(self.problem.length, 16) * 16
 
     @property
     def rows(self) -> int:
@@ -152,7 +148,7 @@ class SequencePlan:
 
     @property
     def out_tiles(self) -> int:
-        return _ceil(self.dim, 8)
+        return ceil_div(self.dim, 8)
 
     @property
     def exponent_scale(self) -> float:
@@ -181,7 +177,7 @@ class SequencePlan:
     def head_tiles(self) -> int:
         """Row tiles of a sequence that the busiest of a head's warps computes; they go to these by groups of qkv_rows."""
         c = self.config
-        return _ceil(self.padded_length // 16, c.qkv_rows * c.head_warps) * c.qkv_rows
+        return ceil_div(self.padded_length // 16, c.qkv_rows * c.head_warps) * c.qkv_rows
 
     @property
     def warps(self) -> int:
@@ -237,7 +233,7 @@ class SequencePlan:
 
     @property
     def blocks(self) -> int:
-        return _ceil(self.problem.sequences, self.config.sequences * self.config.rounds)
+        return ceil_div(self.problem.sequences, self.config.sequences * self.config.rounds)
 
     def warps_across(self, column_groups: int) -> int:
         """Warps side by side over the column groups of a product; the others take further rows."""
@@ -293,7 +289,7 @@ class SequencePlan:
         biases = 2 * self.qkv_columns if self.problem.block.qkv_bias else 0
         held_qkv = held(self.qkv_columns, self.padded_dim) if c.prefetch != "none" else 0
         held_out = held(c.out_columns, self.inner) if c.prefetch == "both" else 0
-        norm = 4 * _ceil(self.padded_dim, c.norm_lanes * self.norm_vector) * self.norm_vector + held_qkv
+        norm = 4 * ceil_div(self.padded_dim, c.norm_lanes * self.norm_vector) * self.norm_vector + held_qkv
         qkv = product(c.qkv_rows, self.qkv_columns, c.fragment, self.padded_dim) + biases
         scores = 4 * (c.key_tile // 8) + 4 * (self.padded_head_dim // 8) + 16 + held_out
         out = product(c.out_rows, c.out_columns, 2, self.inner) + 4 * c.out_rows * c.out_columns
@@ -359,7 +355,7 @@ def _layout(
         buffers.append(("key", pages, 128, _QUADRUPLES))
         buffers.append(("value", pages, 128, _QUADRUPLES) if parts else ("value", rows, inner, values))
     if keep:
-        buffers.append(("kept", rows, _ceil(dim * itemsize, 4), kept_accesses(itemsize, norm_lanes, norm_vector)))
+        buffers.append(("kept", rows, ceil_div(dim * itemsize, 4), kept_accesses(itemsize, norm_lanes, norm_vector)))
     return stack(buffers, padded)
 
 
@@ -402,15 +398,15 @@ def _careful(problem: AxisProblem, target: Target, math: str) -> Iterator[Sequen
 
 def _careful_registers(problem: AxisProblem, target: Target, math: str) -> Iterator[SequenceConfig]:
     """Candidates with q, k and v in registers: a sequence a block, or as many as give a warp to each scheduler."""
-    heads, tiles = problem.block.heads, _ceil(problem.block.dim, 8)
+    heads, tiles = problem.block.heads, ceil_div(problem.block.dim, 8)
     sequences = next((n for n in (1, 2, 4) if n * heads >= 4), 4)
     warps = sequences * heads
     out_columns = next((n for n in (1, 2, 3, 4) if tiles % n == 0 and tiles // n <= warps), 1)
-    row_tiles = sequences * _ceil(problem.length, 16)
+    row_tiles = sequences * ceil_div(problem.length, 16)
     pairs = 8 * row_tiles
     lanes = next((n for n in (16, 8) if n * pairs <= 32 * warps), 4)
     many = [n for n in (8, 4, 2) if problem.sequences >= 2 * target.sms * sequences * n]
-    keys = [n for n in (80, 64, 48, 32, 16) if _ceil(problem.length, 16) * 16 % n == 0]
+    keys = [n for n in (80, 64, 48, 32, 16) if ceil_div(problem.length, 16) * 16 % n == 0]
     prefetches = ("both", "qkv", "none") if problem.length <= 32 else ("qkv", "none")
     for columns, rounds, rows, key_tile, prefetch in itertools.product((6, 2), (*many, 1), (2, 1), keys, prefetches):
         yield SequenceConfig(

@@ -24,11 +24,12 @@ from typing import Any, ClassVar
 
 from codegen import sequence
 from codegen.config import Config, tunable
+from codegen.layout import ceil_div
 from codegen.sequence import HALF_PARTS
 from codegen.spec import AxisProblem
 from codegen.streamed_attention import Attention
 from codegen.streamed_attention import careful as careful_attention
-from codegen.streamed_plan import StreamedPlan, ceil_div
+from codegen.streamed_plan import StreamedPlan
 from codegen.target import Target
 from codegen.tiled_product import Product
 from codegen.warpgroup_product import COLUMN_TILES, SUM_TILE, SUM_TILES, WARPS, WarpgroupProduct

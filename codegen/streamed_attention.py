@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from codegen.layout import Access, padded_stride
+from codegen.layout import Access, ceil_div, padded_stride
 from codegen.sequence import HALF_PARTS
 from codegen.spec import AxisProblem
-from codegen.streamed_plan import ceil_div
 
 _WEIGHTS_OF_16_BITS = ("bf16", "fp16")
 _NARROW = ("fp16", "fp16x3")  # weights of a type that has 2^-24 to 65,504 only

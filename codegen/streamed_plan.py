@@ -7,15 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from codegen.layout import ceil_div
 from codegen.sequence import HALF_PARTS, RESERVED_SHARED
 from codegen.spec import AxisProblem
 from codegen.target import Target
 from codegen.warpgroup_product import WarpgroupProduct
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.layout import Access
+from codegen.layout import Access, ceil_div
 
 SUM_TILES = (32, 64)
 """Indices of the sum in one step: rows of 64 or 128 bytes in the buffers. Of the same bytes, smaller steps have more under way."""
@@ -79,7 +79,7 @@ class WarpgroupProduct:
 
     @property
     def column_tiles(self) -> int:
-        return -(-self.all_columns // self.columns)
+        return ceil_div(self.all_columns, self.columns)
 
     @property
     def packed(self) -> int:
@@ -111,8 +111,7 @@ class WarpgroupProduct:
 
     @property
     def _norm_channels(self) -> int:
-        chunks = self.sum // CHUNK
-        return CHUNK * -(-chunks // self.norm_lanes)
+        return CHUNK * ceil_div(self.sum // CHUNK, self.norm_lanes)
 
     @property
     def registers(self) -> int:

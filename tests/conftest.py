@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XDG_CACHE_HOME"] = str(home)
         if not hasattr(config, "workerinput"):
             (home / "axialtune" / "studies.db").unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache of the emulator's programs for all tests of a process, so that its runtime is built once."""
+    return tmp_path_factory.mktemp("emulator")
 
 
 @functools.cache

@@ -83,11 +83,6 @@ def test_kept_tokens_change_places_within_eight() -> None:
     assert [kept_place(g) for g in range(8)] == [0, 4, 2, 6, 1, 5, 3, 7]
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("conflicts")
-
-
 def conflicts(source: Source, cache: Path) -> dict[str, float]:
     """Kernel -> the part of its wavefronts that bank conflicts add, of the accesses that a run executes."""
     generator = torch.Generator().manual_seed(1)

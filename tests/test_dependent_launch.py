@@ -13,14 +13,12 @@ from codegen.config import Config
 from codegen.families import plan_of
 from codegen.render import Source, render
 from codegen.spec import BlockSpec
-from codegen.target import target
+from emulated import TARGET, right
 from tuner.compile import compile_source
-from tuner.emulator import EmulationError, Emulator
+from tuner.emulator import EmulationError
 from tuner.finals import combinations
 from tuner.space import space
-from tuner.verify import Checker
 
-TARGET = target("sm_90")
 SPEC = BlockSpec(dim=72, heads=3, height=35, width=40, batch=1, dtype="bfloat16")
 
 
@@ -41,16 +39,6 @@ def config(name: str, spec: BlockSpec, axis: str) -> Config:
 
 def mixed(row: str, col: str, spec: BlockSpec = SPEC) -> Source:
     return render(spec, {"row": config(row, spec, "row"), "col": config(col, spec, "col")})
-
-
-def right(source: Source, cache: Path, order: str = "forward") -> bool:
-    emulator = Emulator(source, cache, run_limit=60)
-    return Checker(source.spec, seed=1, quick=True)(lambda x, weights: emulator.run(x, weights, order=order)).ok
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("dependent")
 
 
 # Families of the rows and of the columns -> the kernels that begin early

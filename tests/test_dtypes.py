@@ -33,11 +33,6 @@ HALVES = ("bfloat16", "float16")
 RAGGED = BlockSpec(dim=33, heads=3, height=5, width=18, batch=1)
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("dtypes")
-
-
 def configs_of(spec: BlockSpec, **changes: int | str | bool) -> dict[str, SequenceConfig]:
     found: dict[str, SequenceConfig] = {}
     for axis in spec.axes:

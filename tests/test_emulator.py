@@ -30,12 +30,6 @@ SIGNATURE = (
 COPY = "y[128 * blockIdx.x + threadIdx.x] = x[128 * blockIdx.x + threadIdx.x];"
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache of programs for all tests, so that the runtime is built once."""
-    return tmp_path_factory.mktemp("emulator cache")
-
-
 def source_of(*bodies: str, threads: int = 128, shared: int = 1024, dependent: bool = False, spec: BlockSpec = SPEC) -> Source:
     """A source with one kernel for each body; shared memory in bytes."""
     kernels, texts = [], []
@@ -572,6 +566,21 @@ def test_compiler_that_never_returns(tmp_path: Path) -> None:
         Emulator(Source(SPEC, text, source_of(COPY).kernels), tmp_path, compile_limit=2)
     assert caught.value.report.kind == "compile"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("building")]
+
+
+def test_a_report_stands_without_lines_that_cannot_be_built(cache: Path) -> None:
+    source = source_of(f"  {COPY}\n  y[t - 77] = 1.0f;")
+    Emulator(source, cache)
+    report = fault(source, cache, "out_of_bounds", compile_limit=0.001)
+    assert report.line is None and report.buffer == "y" and "before its start" in report.message
+    assert fault(source, cache, "out_of_bounds").line == 6
+
+
+def test_lines_are_built_for_a_report_that_lacks_them_alone(tmp_path: Path) -> None:
+    fault(source_of("  if (t < 16) __shfl_xor_sync(0xffffffffu, 1.0f, 1);"), tmp_path, "divergence")
+    assert len(list(tmp_path.glob("*.exe"))) == 1
+    assert fault(source_of("  x[t] == 0.0f ? y[t - 77] = 1.0f : y[t + 999] = 1.0f;  // FAULT"), tmp_path, "out_of_bounds").line
+    assert len(list(tmp_path.glob("*.exe"))) == 3
 
 
 def test_unwritable_cache(tmp_path: Path) -> None:

@@ -34,11 +34,6 @@ BOTH = BlockSpec(dim=24, heads=2, height=4, width=5, batch=1)
 COLUMNS = BlockSpec(dim=24, heads=2, height=21, width=3, batch=2, axes=("col",))
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("mutants")
-
-
 @remembered
 def source_of(spec: BlockSpec, math: str | None = None, **changes: int | str | bool) -> Source:
     """The rendered source of the default configuration with `changes`; which have to make a legal one."""

@@ -34,11 +34,6 @@ WHOLE = BlockSpec(dim=72, heads=3, height=2, width=105, batch=1, dtype="bfloat16
 BY_WGMMA = dict(sequences=1, attention="wgmma", stages=3)
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resident")
-
-
 def rendered(spec: BlockSpec = RAGGED, **changes: int | str | bool) -> Source:
     return source_of(spec, "resident", **{**SMALL_TILES, **changes})
 

@@ -57,11 +57,6 @@ def right(source: Source, cache: Path, order: str = "forward", quick: bool = Fal
     return Checker(source.spec, seed=1, quick=quick)(lambda x, weights: emulator.run(x, weights, order=order)).ok
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("staged")
-
-
 @pytest.mark.parametrize("math", FP32_MATHS)
 @pytest.mark.parametrize("spec", [ROWS, COLUMNS, BOTH], ids=["rows", "columns", "both"])
 def test_the_default_agrees_with_float64(spec: BlockSpec, math: str, cache: Path) -> None:

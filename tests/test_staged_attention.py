@@ -94,11 +94,6 @@ def error_of(source: Source, cache: Path, steep: float = 1.0, order: str = "forw
     return float((y - expected).abs().max() / expected.abs().max()) if y.isfinite().all() else float("inf")
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("attention")
-
-
 @pytest.mark.parametrize(("form", "math"), CASES)
 def test_every_form_is_right(form: str, math: str, cache: Path) -> None:
     """With usual scores; and with steep ones, of which later keys outweigh the first tile's so far that its reference cannot serve

@@ -30,11 +30,6 @@ ROWS = BlockSpec(24, 2, 5, 38, batch=2, axes=("row",), key_mask=True, logit_bias
 COLUMNS = dataclasses.replace(ROWS, height=35, width=6, batch=1, axes=("col",))  # odd: one at a time
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("terms")
-
-
 @pytest.mark.parametrize(
     ("family", "flags", "dtype", "math"),
     [

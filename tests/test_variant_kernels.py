@@ -26,11 +26,6 @@ TOLERANCE = 1e-5
 SHAPE = {"dim": 24, "heads": 2, "height": 5, "width": 19, "batch": 1}
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("variants")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("variant", EACH)
 def test_a_variant_agrees_with_float64(variant: str, family: str, cache: Path) -> None:

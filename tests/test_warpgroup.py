@@ -21,10 +21,10 @@ from codegen.target import target
 from codegen.warpgroup_product import COLUMN_TILES, WarpgroupProduct
 from emitted import PREDICTED
 from emulated import error_of
+from emulated import right as holds
 from tuner.compile import compile_source
-from tuner.emulator import EmulationError, Emulator
+from tuner.emulator import EmulationError
 from tuner.space import parse_fixed, space
-from tuner.verify import Checker
 
 TARGET = target("sm_90")
 TOLERANCE = 1e-5
@@ -52,13 +52,7 @@ def right(source: Source, cache: Path, order: str = "forward") -> bool:
     """Whether it agrees with float64: within TOLERANCE, or twice the error of PyTorch's own form in 16 bits."""
     if source.spec.itemsize == 4:
         return error_of(source, cache, order=order) < TOLERANCE
-    emulator = Emulator(source, cache, run_limit=60)
-    return Checker(source.spec, seed=1, quick=True)(lambda x, weights: emulator.run(x, weights, order=order)).ok
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("warpgroup")
+    return holds(source, cache, order)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_MATHS)

@@ -200,8 +200,7 @@ class Emulator:
     def _report(self, facts: Mapping[str, str], regions: Sequence[_Region]) -> Report:
         number = {key: int(value) for key, value in facts.items() if re.fullmatch(r"-?\d+", value)}
         kernel = next((k for k in self.source.kernels if k.name == facts.get("kernel")), None)
-        line = number.get("line") or line_of(self._with_lines, number.get("pc"))
-        other_line = number.get("other_line") or line_of(self._with_lines, number.get("other_pc"))
+        line, other_line = self._line(number, ""), self._line(number, "other_")
         thread = number.get("thread")
         text = facts["text"]
         buffer = None
@@ -228,6 +227,16 @@ class Emulator:
             other = f"thread {_thread(number['other_thread'])}" if "other_thread" in number else f"block {number['other_block']}"
             message += f"; the other is {other}" + (f", {self._quote(other_line)}" if other_line else "")
         return Report(facts["kind"], message, facts.get("kernel"), number.get("block"), thread, line, buffer)
+
+    def _line(self, number: Mapping[str, int], whose: str) -> int | None:
+        """The line that a report names, or where its return address stands, for which alone the program with lines is built; None when
+        that cannot be: it takes longer than the first."""
+        if (line := number.get(f"{whose}line")) or not (pc := number.get(f"{whose}pc")):
+            return line or None
+        try:
+            return line_of(self._with_lines, pc)
+        except CompileError:
+            return None
 
     def _quote(self, line: int) -> str:
         lines = self.source.text.splitlines()

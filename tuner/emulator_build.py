@@ -97,15 +97,15 @@ def translation_unit(source: Source) -> str:
     )
 
 
-def line_of(program: Path, pc: int | None) -> int | None:
+def line_of(program: Path, pc: int) -> int | None:
     """The line of the emulated source that the return address `pc` stands in; None when it is elsewhere or unknown."""
     return next(iter(lines_of(program, pc)), None)
 
 
-def lines_of(program: Path, pc: int | None) -> tuple[int, ...]:
+def lines_of(program: Path, pc: int) -> tuple[int, ...]:
     """That line, and then those of the calls around it that were inlined, up to the kernel's."""
     tool = shutil.which("addr2line")
-    if not pc or tool is None:
+    if tool is None:
         return ()
     try:
         done = subprocess.run([tool, "-e", str(program), "-i", hex(pc - 1)], capture_output=True, text=True, timeout=30)

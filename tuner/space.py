@@ -10,6 +10,7 @@ with brute force).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -273,9 +274,9 @@ def space(
             raise SpecError(f"{name} must be one of {', '.join(map(str, options))} in the {family} family, not {value}")
         values[name] = (value,)
     preferred = dict.fromkeys((*values["math"], *kind.maths[dtype]) if "math" in (fixed or {}) else kind.maths[dtype])
-    starts = [start for math in preferred for start in kind.starts(problem, target, str(math))]
-    draft = Space(problem, target, values, starts[0] if starts else kind.config())
-    begin = next((start for start in starts if draft.legal(start)), None)
+    starts = (start for math in preferred for start in kind.starts(problem, target, str(math)))
+    draft = Space(problem, target, values, next(starts, kind.config()))
+    begin = next((start for start in itertools.chain((draft.start,), starts) if draft.legal(start)), None)
     if begin is not None:
         return replace(draft, start=draft.canonical(begin))
     nearest = config_values(draft.start)
