@@ -1,7 +1,7 @@
 """The `resident` family: a whole axis in one kernel by warpgroups, for sequences whose normalised tokens fit into shared memory.
 
-A block normalises the tokens of one or a few sequences and keeps them as operand A of Hopper's matrix unit. Then it goes from head to
-head: the QKV product of one head, whose queries stay in registers and whose keys and values lie in shared memory, and its attention.
+A block normalises the tokens of one or a few sequences and keeps them as operand A of Hopper's matrix unit. Then it goes from one group of
+heads to the next: their QKV product, whose queries stay in registers and whose keys and values lie in shared memory, and their attention.
 q, k and v never reach global memory. The attention's result does, as fragments that the same lanes read back when all heads are done and
 the tokens' place is free: as operand A of the output product. The weights of both products are packed before
 (codegen/warpgroup_product.py) and stream through one ring of buffers.
@@ -44,7 +44,8 @@ class ResidentConfig(Config):
     # Rows before sequences: there are sequences that fill blocks of any rows, but not the other way round (tuner/space.py completes so).
     rows: int = tunable(1, (1, 2, 4), "16-row tiles of a warp")
     sequences: int = tunable(1, (1, 2, 4, 8), "sequences of a block")
-    overlap: bool = tunable(True, (True, False), "multiply for the next head while a head's attention is computed")
+    head_group: int = tunable(1, (1, 2, 4), "heads whose q, k and v are computed at once", before=1)
+    overlap: bool = tunable(True, (True, False), "multiply for the next heads while attention is computed")
     sum_tile: int = tunable(64, SUM_TILES, "indices of the sum in one step of the products")
     stages: int = tunable(3, (2, 3, 4, 5, 6), "buffers for weights under way, a step each")
     attention: str = tunable("mma", ("mma", "wgmma"), "attention: instructions, mma.sync or Hopper's wgmma")
@@ -53,7 +54,7 @@ class ResidentConfig(Config):
     polynomial: int = tunable(0, (0, 1, 2, 3, 4), "of eight exponentials, those computed as polynomials")
     result: str = tunable("scratch", ("scratch", "shared"), "attention's result: in global scratch, or in shared memory beside the tokens")
     out_columns: int = tunable(8, (4, 8, 12, 16, 24, 32), "8-column tiles of the output product that are computed at once")
-    blocks: int = tunable(1, (1, 2, 3), "blocks a multiprocessor must be able to hold, which caps registers")
+    blocks: int = tunable(1, (1, 2, 3, 4), "blocks a multiprocessor must be able to hold, which caps registers")
     dependent_launch: bool = tunable(True, (True, False), "start while weights are packed, or the axis before it still runs")
 
 
@@ -83,8 +84,8 @@ class ResidentPlan(StreamedPlan):
 
     @cached_property
     def qkv(self) -> WarpgroupProduct:
-        """A column tile is a head: its q, k and v."""
-        return self._product(self.dim, 3 * self.padded_head_dim // 8, 3 * self.inner, 2, self.copy(self.dim))
+        """A column tile is a group of heads: q, k and v of each."""
+        return self._product(self.dim, self.config.head_group * 3 * self.padded_head_dim // 8, 3 * self.inner, 2, self.copy(self.dim))
 
     @cached_property
     def out(self) -> WarpgroupProduct:
@@ -129,18 +130,23 @@ class ResidentPlan(StreamedPlan):
         return self.qkv.row_tiles if self.config.attention == "wgmma" else self.block_tiles
 
     @property
+    def _kept(self) -> int:
+        """Words of a group's keys, and of its values."""
+        return self.config.head_group * self.kept_tiles * self.row_tile
+
+    @property
     def keys(self) -> int:
         """Where the keys start."""
         return self.ring + self.config.stages * self.ring_tile
 
     @property
     def values(self) -> int:
-        return self.keys + self.kept_tiles * self.row_tile
+        return self.keys + self._kept
 
     @property
     def barriers(self) -> int:
         """Two words for each buffer."""
-        return self.values + self.kept_tiles * self.row_tile
+        return self.values + self._kept
 
     @property
     def key_columns(self) -> int:
@@ -165,13 +171,13 @@ class ResidentPlan(StreamedPlan):
 
     @property
     def _registers(self) -> int:
-        """From below: accumulators, the queries that these become, what attention keeps, addressing."""
+        """From below: accumulators, what attention keeps, addressing."""
         c = self.config
         first, second = (4 * c.rows * p.operands * p.warp_columns for p in (self.qkv, self.out))
-        queries = c.rows * self.row_tile // 32
+        others = (c.head_group - 1) * c.rows * self.row_tile // 32  # queries of the group's other heads, which wait
         by_wgmma = 24 + c.rows * (5 * c.key_tile + 3 * self.padded_head_dim) // 4  # scores of two tiles, weights, queries, result
         attention = by_wgmma if c.attention == "wgmma" else self.attention.registers
-        return max(attention + (first if self.overlaps else 0), 40 + first + queries, 40 + second, 48 + self.qkv.norm_values)
+        return max(attention + others + (first if self.overlaps else 0), 16 + 8 * c.rows + max(first, second), 24 + self.qkv.norm_values)
 
     @property
     def capped(self) -> dict[str, int]:
@@ -180,8 +186,8 @@ class ResidentPlan(StreamedPlan):
 
     @property
     def overlaps(self) -> bool:
-        """Whether there is a next head to multiply for."""
-        return self.config.overlap and self.problem.block.heads > 1
+        """Whether there are next heads to multiply for."""
+        return self.config.overlap and self.problem.block.heads > self.config.head_group
 
     @property
     def representative(self) -> dict[str, int | str]:
@@ -190,14 +196,16 @@ class ResidentPlan(StreamedPlan):
 
     def reasons(self, target: Target) -> list[str]:
         """Why the configuration is not legal for the problem on the target; empty when it is."""
-        c, dtype = self.config, self.problem.block.dtype
+        c, block = self.config, self.problem.block
+        heads = f"{c.head_group} heads" if c.head_group > 1 else "a head"
         out_tiles, keys = ceil_div(self.dim, 8), 16 * self.kept_tiles // c.sequences
         tile = c.key_tile * (2 if c.attention == "wgmma" else 1)  # wgmma takes tiles of keys in pairs
         rules = [
             (target.warpgroup_products, f"{target.arch} has no wgmma"),
             (target.dependent_launch or not c.dependent_launch, f"{target.arch} has no dependent launch"),
-            (c.math in DTYPE_MATHS[dtype], f"math {c.math} is not for {dtype}: {' or '.join(DTYPE_MATHS[dtype])}"),
-            (self.qkv.columns <= _MOST_COLUMNS, f"q, k, v of a head have {self.qkv.columns} columns, over {_MOST_COLUMNS} of wgmma"),
+            (c.math in DTYPE_MATHS[block.dtype], f"math {c.math} is not for {block.dtype}: {' or '.join(DTYPE_MATHS[block.dtype])}"),
+            (block.heads % c.head_group == 0, f"head_group {c.head_group} does not divide {block.heads} heads"),
+            (self.qkv.columns <= _MOST_COLUMNS, f"q, k, v of {heads} have {self.qkv.columns} columns, over {_MOST_COLUMNS} of wgmma"),
             (self.attention.holds_queries, f"head_dim {self.head_dim} has too many queries for registers"),
             (c.sequences == 1 or c.sequences <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
             (self.tiles % c.rows == 0 or c.sequences == 1, f"rows {c.rows} does not divide the {self.tiles} row tiles of a sequence"),
@@ -246,24 +254,30 @@ def _starts(problem: AxisProblem, target: Target, math: str) -> Iterator[Residen
 
 def _careful(problem: AxisProblem, target: Target, math: str, attention: str, overlap: bool) -> ResidentConfig | None:
     """The first that is legal, from fast to frugal: 128 tokens or more where sequences are short; two blocks on a multiprocessor, so that
-    one multiplies while the other computes exponentials; the result in shared memory; wide column tiles, many buffers."""
+    one multiplies while the other computes exponentials; as many heads at once as short sequences allow, whose time is one stage
+    after another; the result in shared memory; wide column tiles, many buffers."""
     block, tiles = problem.block, ceil_div(problem.length, 16)
     sums, polynomial = tricks(problem, math)
+    polynomial = min(polynomial, 1)
     if attention == "wgmma" or block.head_dim > 16:
         sums, polynomial = "add", 0  # exponentials do not bound a block that multiplies as much
     together = [n for n in (1, 2, 4, 8) if n == 1 or (n <= problem.sequences and 16 * n * tiles <= 256)]
     least = min(128, 16 * together[-1] * tiles) if tiles <= 4 else 0
+    groups = [n for n in (4, 2, 1) if n == 1 or (tiles <= 5 and not overlap and block.heads % n == 0)]
     columns = [n for n in (32, 16, 8, 4) if n <= max(4, ceil_div(block.dim, 8))]
     key_tiles = (16, 32, 80, 48) if math == "fp16x3" else (32, 80, 48, 16)  # operands in two parts take twice the registers
-    rings = ((64, 4), (64, 3), (32, 4), (32, 3), (64, 2), (32, 2))  # steps of half the size rather than two buffers alone
-    for tokens, blocks, rows, sequences, result, out_columns, (sum_tile, stages), key_tile in itertools.product(
-        (least, 0) if least else (0,), (2, 1), (1, 2, 4), together, ("shared", "scratch"), columns, rings, key_tiles
+    rings = [(64, 4), (64, 3), (32, 4), (32, 3), (64, 2), (32, 2)]  # steps of half the size rather than two buffers alone
+    if block.dim <= SUM_TILE:  # where a column tile is not one step already
+        rings.sort(reverse=True)
+    for tokens, blocks, head_group, rows, sequences, result, out_columns, (sum_tile, stages), key_tile in itertools.product(
+        (least, 0) if least else (0,), (2, 1), groups, (1, 2, 4), together, ("shared", "scratch"), columns, rings, key_tiles
     ):
         if 16 * sequences * tiles < tokens:
             continue
         config = ResidentConfig(
-            math=math, sequences=sequences, rows=rows, overlap=overlap, sum_tile=sum_tile, stages=stages, attention=attention,
-            key_tile=key_tile, sums=sums, polynomial=polynomial, result=result, out_columns=out_columns, blocks=blocks,
+            math=math, sequences=sequences, rows=rows, head_group=head_group, overlap=overlap, sum_tile=sum_tile, stages=stages,
+            attention=attention, key_tile=key_tile, sums=sums, polynomial=polynomial, result=result, out_columns=out_columns,
+            blocks=blocks,
         )  # fmt: skip
         if not ResidentPlan(problem, config).reasons(target):
             return config

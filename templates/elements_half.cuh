@@ -69,11 +69,12 @@ __device__ __forceinline__ void store(Element* to, const Word (&words)[N]) {
 }
 
 template <int N>
-__device__ __forceinline__ void store(Element* to, const float (&from)[N]) {
+__device__ __forceinline__ void store_global(Element* to, const float (&from)[N]) {
+  using V = typename WordVector<N / 2>::Type;
   Word words[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) words[i] = Element::pack(from[2 * i], from[2 * i + 1]);
-  store(to, words);
+  __stcg(reinterpret_cast<V*>(to), *reinterpret_cast<const V*>(words));
 }
 
 // Those of 2 N neighbouring elements that exist: `from` has the index `index`, and `limit` is the first one that does not exist.

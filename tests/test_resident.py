@@ -25,8 +25,8 @@ from tuner.emulator import EmulationError
 # full, and two tiles of the sums and three of the output's columns have zeros behind.
 RAGGED = BlockSpec(dim=72, heads=3, height=3, width=35, batch=1, dtype="bfloat16", axes=("row",))
 SMALL_TILES = dict(
-    rows=1, sequences=2, overlap=True, sum_tile=64, stages=2, attention="mma", key_tile=16, sums="add", polynomial=0, result="scratch",
-    out_columns=4, blocks=1,
+    rows=1, sequences=2, head_group=1, overlap=True, sum_tile=64, stages=2, attention="mma", key_tile=16, sums="add", polynomial=0,
+    result="scratch", out_columns=4, blocks=1,
 )  # fmt: skip
 # A sequence for wgmma's attention: two warpgroups with a row tile behind the sequence's end, and a last pair of tiles of keys that is
 # masked in part.
@@ -53,6 +53,12 @@ SHAPES: dict[str, tuple[BlockSpec, dict[str, int | str | bool]]] = {
     "eight short sequences": (BlockSpec(18, 3, 4, 11, 1, "bfloat16", ("col",)), dict(sequences=8, sums="product", polynomial=3)),
     "one head": (BlockSpec(63, 1, 2, 65, 1, "float32", ("row",), head_dim=20), dict(sequences=1)),
     "more buffers than weights": (BlockSpec(16, 1, 2, 48, 1, "bfloat16", ("row",)), dict(sequences=2, stages=4, overlap=False)),
+    "all heads at once": (BlockSpec(48, 4, 3, 35, 1, "bfloat16", ("row",)), dict(head_group=4, overlap=False, result="shared")),
+    "the ring goes round twice in a tile": (BlockSpec(72, 2, 2, 64, 1, "float16", ("row",)), dict(sum_tile=32, sequences=1, overlap=False)),
+    "the ring goes round once in a tile": (
+        BlockSpec(72, 2, 2, 64, 1, "bfloat16", ("row",)),
+        dict(sum_tile=32, stages=4, sequences=1, overlap=False),
+    ),
     "narrow steps": (BlockSpec(72, 2, 2, 64, 1, "float16", ("row",)), dict(sum_tile=32, stages=6, sequences=1)),
     "an odd number of fragments in shared memory": (BlockSpec(48, 3, 3, 48, 1, "bfloat16", ("row",)), dict(result="shared")),
     "both parts in shared memory": (BlockSpec(64, 2, 3, 48, 1, "float32", ("row",)), dict(result="shared", overlap=False, sum_tile=32)),
@@ -65,6 +71,15 @@ SHAPES: dict[str, tuple[BlockSpec, dict[str, int | str | bool]]] = {
         BlockSpec(64, 2, 3, 64, 1, "bfloat16", ("row",), head_dim=64),
         dict(**BY_WGMMA) | dict(sequences=2),
     ),
+    "two heads at once": (BlockSpec(40, 4, 1, 80, 1, "float16", ("row",)), dict(sequences=1, key_tile=80, head_group=2, overlap=False)),
+    "two heads at once beside two others": (BlockSpec(72, 4, 3, 35, 1, "bfloat16", ("row",)), dict(head_group=2, stages=3)),
+    "two heads at once, both parts": (BlockSpec(24, 2, 3, 35, 1, "float32", ("row",)), dict(head_group=2, result="shared")),
+    "four heads at once of eight sequences": (BlockSpec(32, 8, 11, 4, 1, "bfloat16", ("col",)), dict(head_group=4, sequences=4)),
+    "two heads at once with biases and a mask": (
+        BlockSpec(40, 4, 1, 80, 2, "bfloat16", ("row",), qkv_bias=True, key_mask=True, logit_bias=True),
+        dict(sequences=1, head_group=2),
+    ),
+    "two heads at once by wgmma": (dataclasses.replace(WHOLE, heads=4), dict(**BY_WGMMA, head_group=2)),
     "wide heads": (BlockSpec(130, 2, 35, 2, 1, "bfloat16", ("col",), head_dim=64), dict(out_columns=8, stages=3)),
 }
 
@@ -97,17 +112,22 @@ MUTANTS = {
     "no barrier behind the attention's result": (r"(fence_async_proxy\(\);)\n *__syncthreads\(\);\n", r"\1\n"),
     "no barrier before a buffer is filled again": (r"__syncthreads\(\);  // the step before", "//"),
     "a buffer is filled again a step too early": (r"wgmma_wait<1>\(\);", ""),
-    "a buffer is filled again with the step after": (r"(start\(shared, packed_qkv, packed_out, step - 1 \+ STAGES)\)", r"\1 + 1)"),
-    "the copy is not waited for": (r"wait_for_bulk_copy\(shared .*\n", "\n"),
-    "the wrong phase is waited for": (r"step / STAGES % 2\)", "(step / STAGES + 1) % 2)"),
+    "a buffer is filled again with the step after": (r"start\(filled\)", "start(filled + 1)"),
+    "buffers are filled again while they are read": (r"ring\.refill\(ring\.step\)", "ring.refill(ring.step + 1)"),
+    "the copy is not waited for": (r"wait_for_bulk_copy\(ring\.shared .*\n", "\n"),
+    "the wrong phase is waited for": (r"round % 2\)", "(round + 1) % 2)"),
     "the products are not waited for": (r"(finish\(float[^{]*\{\n *)wgmma_wait<0>\(\);", r"\1"),
-    "weights of the output are taken from the start of the queries'": (r"\(step - FIRST_STEPS\)", "(step)"),
-    "a step of the next head is left out": (r"\(key_step \+ 1\) \* First::SUM_TILES", "key_step * (First::SUM_TILES - 1)"),
-    "the result of all heads in the first one's place": (r"((softmax\.finish|keep_result)\([^;]*), head, lane\)", r"\1, 0, lane)"),
+    "weights of the output are taken from the start of the queries'": (r"\(at - FIRST_STEPS\)", "(at)"),
+    "a step of the next head is left out": (
+        r"\(each \* KEY_STEPS \+ key_step \+ 1\) \* First::SUM_TILES",
+        "key_step * (First::SUM_TILES - 1)",
+    ),
+    "the result of all heads in the first one's place": (r"((softmax\.finish|keep_result)\([^;]*), head \+ each, lane\)", r"\1, 0, lane)"),
     "keys of the first sequence for all": (r"(within|first_key) = (?=[^;]*ROW_TILE)[^;]*", r"\1 = 0"),
     "keys and values swapped": (r"(acc(\[row\])?)\[STEPS \+ j\]", r"\1[2 * STEPS + j]"),
     "queries are not in units of the exponent": (r"\*= C::EXPONENT_SCALE", "*= 1.0f"),
     "sequences past the last one": (r"min\(row_tiles - first_tile, BLOCK_TILES\)", "BLOCK_TILES"),
+    "sums of the output do not begin with the bias": (r"acc\[j \+ i / 4\]\[i % 4\] = bias\[[^]]*\]", "acc[j + i / 4][i % 4] = 0.0f"),
     "a row tile too few": (r"(end = min\(row_tiles - first_tile, BLOCK_TILES\))", r"\1 - 1"),
 }
 OF_WGMMA_ATTENTION = {
@@ -124,9 +144,17 @@ OF_WGMMA_ATTENTION = {
     "each tile has the first one's keys": (r"keys \+ step \* S::KEY_TILE \* KEY_ROW", "keys"),
     "each tile has the first one's values": (r"key = step \* S::KEY_TILE \+ 16 \* k;", "key = 16 * k;"),
 }
+OF_HEADS_AT_ONCE = {
+    "both heads' keys and values in one place": (r"HEAD_WORDS = KEPT_TILES \* C::ROW_TILE", "HEAD_WORDS = 0"),
+    "the first head's keys for both": (r"\.run\(keys \+ each \* HEAD_WORDS", ".run(keys"),
+    "the first head's accumulators for both": (r"acc\[row\]\[each \* 3 \* STEPS\]", "acc[row][0]"),
+    "the second head's result in the first one's place": (r"head \+ each, lane\)", "head, lane)"),
+    "a head too few between groups": (r"head \+= GROUP", "head += GROUP - 1"),
+    "steps for a group behind the last": (r"head \+ GROUP < C::HEADS", "head + 1 < C::HEADS"),
+}
 OF_TWO_ROWS = {  # a warp that has two row tiles, and a block that has more warps than row tiles
     "row tiles lie in their order": (r"return \(warp / 4 \* ROWS \+ tile % ROWS\) \* 4 \+ warp % 4;", "return tile;"),
-    "both rows have the first one's tokens": (r"sum_tile, warpgroup \* ROWS \+ row\)", "sum_tile, warpgroup * ROWS)"),
+    "both rows have the first one's tokens": (r"a \+= Product::ROWS_OF_A", "a += 0"),
     "the second row's result is the first one's": (r"first_tile \+ tile \+ row, first_tile", "first_tile + tile, first_tile"),
 }
 
@@ -156,6 +184,12 @@ def test_a_lost_fragment_in_shared_memory_is_caught(cache: Path) -> None:
     assert caught(rendered(spec, **changes), r"fill\(held, shared \+ C::ATTENDED[^;]*;", "", cache)
 
 
+@pytest.mark.parametrize("fault", OF_HEADS_AT_ONCE)
+def test_a_fault_among_heads_at_once_is_caught(fault: str, cache: Path) -> None:
+    spec, changes = SHAPES["two heads at once beside two others"]
+    assert caught(rendered(spec, **changes), *OF_HEADS_AT_ONCE[fault], cache), fault
+
+
 @pytest.mark.parametrize("fault", OF_TWO_ROWS)
 def test_a_fault_in_the_order_of_rows_is_caught(fault: str, cache: Path) -> None:
     spec, changes = SHAPES["two rows of two sequences"]
@@ -180,6 +214,8 @@ def test_what_it_needs_is_said() -> None:
         assert default(RAGGED.problem("row"), target(arch)) is None
     assert "math fp16 is not for bfloat16" in objection(math="fp16")
     assert "q, k, v of a head have 288 columns, over 256" in objection(dataclasses.replace(RAGGED, head_dim=96))
+    assert "q, k, v of 4 heads have 384 columns, over 256" in objection(dataclasses.replace(RAGGED, heads=4), head_group=4)
+    assert "head_group 2 does not divide 3 heads" in objection(head_group=2)
     assert "there are only 3 sequences" in objection(sequences=4)
     assert "rows 2 does not divide the 3 row tiles" in objection(rows=2)
     assert "rows 4 leaves half of the block without tokens" in objection(rows=4, sequences=1)

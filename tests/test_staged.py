@@ -138,7 +138,7 @@ MUTANTS = {
     "padded keys are not masked": (r"C::LENGTH % S::KEY_TILE != 0 &&", "false &&", 1.0),
     "queries are not in units of the exponent": (r"which == 0 \? C::EXPONENT_SCALE", "which == 0 ? 1.0f", 1.0),
     "k and v are swapped": (r"which == 1\)", "which == 2)", 1.0),
-    "the residual is left out": (r"load_channels<C::DIM>\(to\[half\]\[run\], x", "load_channels<0>(to[half][run], x", 1.0),
+    "the residual is left out": (r"load_channels(_here)?<C::DIM>\(to\[half\]\[run\], x", r"load_channels\1<0>(to[half][run], x", 1.0),
     "the bias is left out": (r"load_channels<C::DIM>\(bias", "load_channels<0>(bias", 1.0),
     "columns are not where a lane's neighbours are": (r"column % 8 / 2 \* RUN", "column % 8 / 2 * 2", 1.0),
     "the last row tile is left out": (r"tile >= row_tiles\) break", "tile >= row_tiles - 1) break", 1.0),

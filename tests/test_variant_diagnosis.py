@@ -76,7 +76,7 @@ FORGOTTEN: dict[str, tuple[str, dict[str, Any], str, str, str]] = {  # family, f
     "qkv bias": ("sequence", {"qkv_bias": True}, r"acc\S* \+= (biases\[[^;]*|pair\[c % 2\]);", ";", "QKV product: qkv bias missing"),
     "qkv bias, staged": ("staged", {"qkv_bias": True}, r" \+ bias\[c % 2\]", "", "QKV product: qkv bias missing"),
     "qkv bias, resident": (
-        "resident", {"qkv_bias": True}, r"acc\[row\]\[j\]\[c\] \+= bias\[c % 2\];", ";", "QKV product: qkv bias missing",
+        "resident", {"qkv_bias": True}, r"own\[j\]\[c\] \+= bias\[c % 2\];", ";", "QKV product: qkv bias missing",
     ),
     "post-norm": ("sequence", {"post_norm": True}, r"\n +normalise_token<.*;", "", "post-norm: missing, not LayerNorm"),
     "post-norm, staged": (

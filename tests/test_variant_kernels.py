@@ -121,8 +121,8 @@ def test_variants_compile_without_spills(family: str, dtype: str, arch: str) -> 
 MUTANTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "qkv bias missing": ("sequence", {"qkv_bias": True}, r"acc\S* \+= (biases\[[^;]*|pair\[c % 2\]);", ";"),
     "qkv bias missing (staged)": ("staged", {"qkv_bias": True}, r" \+ bias\[c % 2\]", ""),
-    "qkv bias missing (resident)": ("resident", {"qkv_bias": True}, r"acc\[row\]\[j\]\[c\] \+= bias\[c % 2\];", ";"),
-    "qkv bias of k and v is q's (resident)": ("resident", {"qkv_bias": True}, r"\(j / STEPS \* C::HEADS \+ head\)", "head"),
+    "qkv bias missing (resident)": ("resident", {"qkv_bias": True}, r"own\[j\]\[c\] \+= bias\[c % 2\];", ";"),
+    "qkv bias of k and v is q's (resident)": ("resident", {"qkv_bias": True}, r"\(j / STEPS \* C::HEADS \+ ", "("),
     "qkv bias of the neighbouring channel": ("", {"qkv_bias": True}, r"(biases\[j \+ c / 4\]|pair|bias)\[c % 2\]", r"\1[1 - c % 2]"),
     "qkv bias of k and v is q's": ("sequence", {"qkv_bias": True}, r"bias \+ head \* C::HEAD_DIM", "bias + head % C::HEADS * C::HEAD_DIM"),
     "qkv bias of k and v is q's (staged)": ("staged", {"qkv_bias": True}, r"\(which \* C::HEADS \+ within / STEPS\)", "(within / STEPS)"),

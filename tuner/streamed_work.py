@@ -188,7 +188,7 @@ def _whole(plan: ResidentPlan) -> _Block:
     a, problem, heads = plan.attention, plan.problem, plan.problem.block.heads
     qkv, out = _by_warpgroups(plan, plan.qkv, True), _by_warpgroups(plan, plan.out, False)
     sums, outs = (p.column_tiles * (p.sum // p.sum_tile) for p in (plan.qkv, plan.out))
-    waited = outs + (sums / heads if plan.overlaps else sums)
+    waited = outs + (sums / plan.qkv.column_tiles if plan.overlaps else sums)
     moved = problem.block.itemsize * problem.sequences * problem.length * plan.dim * (2 + 0.5 * problem.block.residual)
     return _Block(
         blocks=math.ceil(problem.sequences * plan.tiles / plan.block_tiles),

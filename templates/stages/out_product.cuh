@@ -73,7 +73,7 @@ struct OutProduct {
 {% endif %}
         const float pair[2] = { {{- "biases[j][0] + " if spec.out_bias }}{{ first }}, {{ "biases[j][1] + " if spec.out_bias }}{{ second -}} };
         if constexpr (C::DIM % 2 == 0) {
-          store(y + at, pair);
+          store_global(y + at, pair);
         } else {
           put(y + at, pair[0]);
           if (column + 1 < C::DIM) put(y + at + 1, pair[1]);

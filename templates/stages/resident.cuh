@@ -3,13 +3,13 @@
 {% set out_arguments = (["x"] if spec.residual else []) + ["y"] %}
 {% set out_bias = ["out_bias"] if spec.out_bias else [] %}
 // A whole axis in one kernel, by warpgroups. A block has SEQUENCES sequences, of which a warp has ROWS row tiles: their normalised tokens stay in
-// shared memory as operand A of the QKV product, which is computed a head at a time. A head's queries stay in their warp's registers, its
-// keys and values lie in shared memory for the warps of the sequence. Its result goes to its place in operand A of the output product or,
+// shared memory as operand A of the QKV product, of which a column tile is HEAD_GROUP heads. Their queries stay in their warp's registers, their
+// keys and values lie in shared memory for the warps of the sequence. A head's result goes to its place in operand A of the output product or,
 // where that is the tokens' place, to scratch until there are no more heads.
 //
-// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one head, or of one
-// column tile of the output. With OVERLAP the steps of the next head are spread over the tiles of keys of a head, so that the matrix unit
-// multiplies while the warps compute exponentials.
+// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one column
+// tile. With OVERLAP the steps of the next heads are spread over the tiles of keys of these, so that the matrix unit multiplies
+// while the warps compute exponentials.
 template <typename C>
 struct Resident {
   using Math = typename C::Math;
@@ -21,11 +21,12 @@ struct Resident {
   using Softmax = {{ softmax }};
   using Format = typename First::Format;
   static constexpr int OPERANDS = First::OPERANDS, ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = Softmax::KEY_STEPS;
-  static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = C::HEADS * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
+  static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = First::COLUMN_TILES * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
   static constexpr int BLOCK_TILES = C::SEQUENCES * C::TILES;  // row tiles of the block that may be real
   static constexpr int KEPT_TILES = S::BY_WARPGROUPS ? Qkv::ROW_TILES : BLOCK_TILES;  // of keys: the matrix unit's are whole blocks of 64
   static constexpr int PAGES = C::INNER / 16 * OPERANDS;  // of the attention's result in a row tile
   static constexpr int FIRST_TILES = Qkv::WARP_COLUMN_TILES, SECOND_TILES = Out::WARP_COLUMN_TILES;
+  static constexpr int GROUP = C::HEAD_GROUP, HEAD_WORDS = KEPT_TILES * C::ROW_TILE;  // of a head's keys, and of its values
 
   // Where row tile `tile` of the block lies in operand A: a warpgroup has 64 rows of each of ROWS products, of which warp w has rows 16 w and on.
   static __device__ __forceinline__ int position(int tile) {
@@ -33,55 +34,96 @@ struct Resident {
     return (warp / 4 * ROWS + tile % ROWS) * 4 + warp % 4;
   }
 
-  // Starts the copy of what step `step` needs.
-  static __device__ __forceinline__ void start(float* shared, const float* packed_qkv, const float* packed_out, int step) {
-    const int stage = step % STAGES;
-    const bool first = step < FIRST_STEPS;
-    const float* from = first ? packed_qkv + static_cast<long long>(step) * Qkv::B_TILE : packed_out + static_cast<long long>(step - FIRST_STEPS) * Out::B_TILE;
-    start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
-  }
+  // The ring, and where a warp is in it.
+  struct Ring {
+    float* shared;
+    const float *packed_qkv, *packed_out;
+    int warpgroup;
+    int step, stage, round;  // the next one; its buffer, and how often that has been used before
+    int filled;              // the first step whose copy has not been started
 
-  // Sums from nothing: products that do not accumulate would do, but keep the registers of older sums occupied until then.
-  template <int TILES>
-  static __device__ __forceinline__ void clear(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4]) {
+    // Starts the copy of what step `at` needs.
+    __device__ __forceinline__ void start(int at) const {
+      const int stage = at % STAGES;
+      const bool first = at < FIRST_STEPS;
+      const float* from = first ? packed_qkv + static_cast<long long>(at) * Qkv::B_TILE : packed_out + static_cast<long long>(at - FIRST_STEPS) * Out::B_TILE;
+      start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
+    }
+
+    // Has buffers filled again: all threads are done with the first `done` steps.
+    __device__ __forceinline__ void refill(int done) {
+      if (threadIdx.x != 0) return;
+#pragma unroll 1
+      for (; filled < min(done + STAGES, ALL_STEPS); ++filled) start(filled);
+    }
+  };
+
+  // Sums of nothing: a product that begins them would do, but in a loop it would keep their registers occupied from the kernel's start on.
+  template <int N, int TILES>
+  static __device__ __forceinline__ void clear(float (&sums)[N][TILES][4]) {
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
+    for (int row = 0; row < N; ++row) {
 #pragma unroll
-      for (int i = 0; i < TILES * 4; ++i) {
-        acc[row][i / 4][i % 4] = 0.0f;
-        if constexpr (OPERANDS == 2) rest[row][i / 4][i % 4] = 0.0f;
-      }
-      keep_in_registers(acc[row]);
-      if constexpr (OPERANDS == 2) keep_in_registers(rest[row]);
+      for (int i = 0; i < TILES * 4; ++i) sums[row][i / 4][i % 4] = 0.0f;
+      keep_in_registers(sums[row]);
     }
   }
 
-  // Step `step` of the ring, with tile `sum_tile` of the sum of product P: starts it, waits until the step before is done for all (DONE: it is for this
-  // warp), and has the buffer of that filled again.
+  // The next step of the ring, which lies in buffer `stage` and is of round `round`, with the rows of operand A from `a` on: starts it, waits until the
+  // step before is done for all (DONE: it is for this warp), and has the buffer of that filled again. begun: whether it adds to sums{{ ", as those of the output do to the bias" if spec.out_bias }}; last:
+  // whether a barrier follows anyway.
   template <typename P, bool DONE, int TILES>
-  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], float* shared, const float* packed_qkv,
-                                                  const float* packed_out, int step, int sum_tile) {
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], Ring& ring, int stage, int round,
+                                                  unsigned long long a, bool begun, bool last) {
     using Product = WarpgroupProduct<P>;
-    const int stage = step % STAGES, warpgroup = threadIdx.x / 128;
-    const unsigned long long b = matrix_descriptor<Product::ROW>(shared + C::RING + stage * C::RING_TILE);
-    wait_for_bulk_copy(shared + C::BARRIERS + 2 * stage, step / STAGES % 2);
+    const unsigned long long b = matrix_descriptor<Product::ROW>(ring.shared + C::RING + stage * C::RING_TILE);
+    wait_for_bulk_copy(ring.shared + C::BARRIERS + 2 * stage, round % 2);
     wgmma_fence();
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-      const unsigned long long a = Product::rows(shared + (SAME<P, Out> ? C::ATTENDED : 0), sum_tile, warpgroup * ROWS + row);
+    for (int row = 0; row < ROWS; ++row, a += Product::ROWS_OF_A) {
 #pragma unroll
       for (int k = 0; k < P::SUM_TILE / 16; ++k) {
         if constexpr (OPERANDS == 2) {
-          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, true);
+          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, begun || k > 0);
           wgmma(Format{}, rest[row], a + 2 * k, b + Product::B_OPERAND / 4 + 2 * k, true);
         }
-        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, true);
+        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, begun || k > 0{{ " || SAME<P, Out>" if spec.out_bias }});
       }
     }
     wgmma_commit();
     if constexpr (!DONE) wgmma_wait<1>();
-    __syncthreads();  // the step before is done for all, and its buffer is free
-    if (threadIdx.x == 0 && step > 0 && step - 1 + STAGES < ALL_STEPS) start(shared, packed_qkv, packed_out, step - 1 + STAGES);
+    if (!last) {
+      __syncthreads();  // the step before is done for all
+      ring.refill(ring.step);
+    }
+    ++ring.step;
+    if (++ring.stage == STAGES) ring.stage = 0, ++ring.round;
+  }
+
+  // One of a column tile's steps that are apart in a loop: tile `sum_tile` of the sum.
+  template <bool DONE>
+  static __device__ __forceinline__ void multiply_one(float (&acc)[ROWS][FIRST_TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4], Ring& ring, int sum_tile) {
+    const unsigned long long a = First::rows(ring.shared, ring.warpgroup * ROWS) + First::tile_of_sum(sum_tile);
+    multiply<Qkv, DONE>(acc, rest, ring, ring.stage, ring.round, a, true, First::SUM_TILES > 1 && sum_tile == First::SUM_TILES - 1);
+  }
+
+  // All of a column tile's steps. Where the ring goes round in them, each one's buffer is a constant.
+  template <typename P, int TILES>
+  static __device__ __forceinline__ void multiply_all(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], Ring& ring) {
+    using Product = WarpgroupProduct<P>;
+    constexpr bool FIRST = SAME<P, Qkv>, ROUND = Product::SUM_TILES % STAGES == 0 && STAGES % Product::TILES_OF_A == 0 && (FIRST || FIRST_STEPS % STAGES == 0);
+    constexpr int TOGETHER = ROUND ? STAGES : Product::TILES_OF_A;
+    const unsigned long long a = Product::rows(ring.shared + (FIRST ? 0 : C::ATTENDED), ring.warpgroup * ROWS);
+    const int round = ring.round;
+    constexpr bool CLEAR = Product::SUM_TILES > TOGETHER;
+    if constexpr (CLEAR{{ " && FIRST" if spec.out_bias }}) clear(acc);
+    if constexpr (CLEAR && OPERANDS == 2) clear(rest);
+#pragma unroll 1
+    for (int turn = 0; turn < Product::SUM_TILES / TOGETHER; ++turn)
+#pragma unroll
+      for (int next = 0; next < TOGETHER; ++next)
+        multiply<P, false>(acc, rest, ring, ROUND ? next : ring.stage, ROUND ? round + turn : ring.round, a + turn * Product::tile_of_sum(TOGETHER) + Product::tile_of_sum(next),
+                           CLEAR || turn + next > 0, FIRST && Product::SUM_TILES > 1 && turn * TOGETHER + next == Product::SUM_TILES - 1);
   }
 
   // Waits for all products, and adds up what they are in two parts.
@@ -101,26 +143,30 @@ struct Resident {
     }
   }
 
-  // A head's accumulators: queries into registers, in units of the exponent; keys and values of the block's row tiles, from `tile` on, into shared memory.
-  static __device__ __forceinline__ void hand_on(Softmax& softmax, float (&acc)[ROWS][FIRST_TILES][4], {{ "const Element* __restrict__ qkv_bias, " if spec.qkv_bias }}float* keys, float* values, int tile, int head, int lane) {
+  // The accumulators of a group of heads: queries into registers, in units of the exponent; keys and values of the block's row tiles, from `tile` on, into
+  // shared memory.
+  static __device__ __forceinline__ void hand_on(Softmax (&softmax)[GROUP], float (&acc)[ROWS][FIRST_TILES][4], {{ "const Element* __restrict__ qkv_bias, " if spec.qkv_bias }}float* keys, float* values, int tile, {{ "int head, " if spec.qkv_bias }}int lane) {
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int each = 0; each < GROUP; ++each) {
+        float(&own)[3 * STEPS][4] = reinterpret_cast<float(&)[3 * STEPS][4]>(acc[row][each * 3 * STEPS]);
 {% if spec.qkv_bias %}
 #pragma unroll
-      for (int j = 0; j < FIRST_TILES; ++j) {
-        float bias[2] = {};
-        load_channels<C::HEAD_DIM>(bias, qkv_bias + (j / STEPS * C::HEADS + head) * C::HEAD_DIM, 8 * (j % STEPS) + 2 * (lane % 4));
+        for (int j = 0; j < 3 * STEPS; ++j) {
+          float bias[2] = {};
+          load_channels<C::HEAD_DIM>(bias, qkv_bias + (j / STEPS * C::HEADS + head + each) * C::HEAD_DIM, 8 * (j % STEPS) + 2 * (lane % 4));
 #pragma unroll
-        for (int c = 0; c < 4; ++c) acc[row][j][c] += bias[c % 2];
-      }
+          for (int c = 0; c < 4; ++c) own[j][c] += bias[c % 2];
+        }
 {% endif %}
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j)
+        for (int j = 0; j < STEPS; ++j)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) acc[row][j][c] *= C::EXPONENT_SCALE;
-      softmax.hold_query(row, acc[row]);
-      if (tile + row < KEPT_TILES) Softmax::store_keys(keys, values, tile + row, lane, acc[row]);
-    }
+          for (int c = 0; c < 4; ++c) own[j][c] *= C::EXPONENT_SCALE;
+        softmax[each].hold_query(row, own);
+        if (tile + row < KEPT_TILES) Softmax::store_keys(keys + each * HEAD_WORDS, values + each * HEAD_WORDS, tile + row, lane, own);
+      }
     if constexpr (S::BY_WARPGROUPS) fence_async_proxy();
   }
 
@@ -133,7 +179,7 @@ struct Resident {
 #pragma unroll
         for (int which = 0; which < OPERANDS; ++which) {
           if constexpr (C::SCRATCH) {
-            if (tile + row < end) store(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
+            if (tile + row < end) store_global(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
           } else {
             if (at % 2 == 1) {
               const float both[2][4] = {% raw %}{{held[row][which][0], held[row][which][1], held[row][which][2], held[row][which][3]}, {quads[which][0], quads[which][1], quads[which][2], quads[which][3]}}{% endraw %};
@@ -173,12 +219,13 @@ struct Resident {
   static __device__ __forceinline__ void run({{ (["const Element* x"] + norms | declared + ["const float* packed_qkv"] + qkv_bias | declared + ["float* attended", "Element* y", "const float* packed_out"] + out_bias | declared + spec.terms | declared) | join(", ") }}, int row_tiles, float* shared) {
     const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * ROWS, first_tile = static_cast<int>(blockIdx.x) * BLOCK_TILES;
     const int end = min(row_tiles - first_tile, BLOCK_TILES);  // of the block's row tiles
+    Ring ring{shared, packed_qkv, packed_out, __shfl_sync(ALL_LANES, static_cast<int>(threadIdx.x) / 128, 0), 0, 0, 0, 0};  // by a shuffle: the compiler then knows that lanes agree
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < STAGES; ++stage) init_barrier(shared + C::BARRIERS + 2 * stage);
       publish_barriers();
       wait_for_previous_kernel();  // the weights are packed; the barrier below has all threads behind this
-      for (int step = 0; step < min(STAGES, ALL_STEPS); ++step) start(shared, packed_qkv, packed_out, step);
     }
+    ring.refill(0);
     normalise_by_groups<C>({{ (["x"] + norms | list) | join(", ") }}, first_tile, first_tile + end,
                            [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { First::store_row(shared, 16 * position(row_tile) + row, channel, values); });
     fence_async_proxy();
@@ -189,42 +236,57 @@ struct Resident {
     const int first_key = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
     float* const scratch = C::SCRATCH ? attended + static_cast<long long>(first_tile + tile) * (PAGES * 128) : nullptr;
     float held[ROWS][OPERANDS][4] = {};
-    Softmax softmax;
-    int step = 0;
-    {
-      float acc[ROWS][FIRST_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];
-#pragma unroll 1
-      for (int head = 0; head < C::HEADS; ++head) {
-        if (!C::OVERLAP || head == 0) {
-          clear(acc, rest);
-#pragma unroll 1
-          for (int sum_tile = 0; sum_tile < First::SUM_TILES; ++sum_tile, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
-        }
-        finish(acc, rest);
-        if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the head before
-        hand_on(softmax, acc, {{ "qkv_bias, " if spec.qkv_bias }}keys, values, tile, head, lane);
-        if (C::OVERLAP) clear(acc, rest);
-        __syncthreads();  // keys and values are there for all
-        softmax.begin();
-        int next = 0;  // tile of the sum of the next head
-        // Beside a tile of keys, behind its scores, so that these do not wait for the matrix unit.
-        const auto multiply_next = [&](int key_step) {
-          if constexpr (C::OVERLAP) {
-            const int until = head < C::HEADS - 1 ? ceil_div((key_step + 1) * First::SUM_TILES, KEY_STEPS) : 0;
-            if (next >= until) return;
-            multiply<Qkv, S::BY_WARPGROUPS>(acc, rest, shared, packed_qkv, packed_out, step++, next++);
-            if constexpr (First::SUM_TILES > KEY_STEPS) {
-#pragma unroll 1
-              for (; next < until; ++next, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, next);
-            }
-          }
-        };
-{% if spec.terms %}
-        softmax.run(keys + first_key, values + first_key, lane, multiply_next, {{ "key_mask, (first_tile + min(tile, end - 1)) / C::TILES" if spec.key_mask }}{{ ", " if spec.key_mask and spec.logit_bias }}{{ "logit_bias, head, tile % C::TILES" if spec.logit_bias }});
-{% else %}
-        softmax.run(keys + first_key, values + first_key, lane, multiply_next);
+    Softmax softmax[GROUP];
+    OutputTiles<C, SECOND_TILES{{ ", true" if spec.out_bias }}> tiles[ROWS];
+{% if spec.residual %}
+    const auto read_residual = [&](int column) {
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
+    };
+    constexpr bool AHEAD = C::HEADS == GROUP;  // of attention: sums of other heads need no registers then
 {% endif %}
-        keep_result(softmax, held, shared + C::ATTENDED, scratch, tile, end, head, lane);
+    {
+      float beside[ROWS][FIRST_TILES][4], rests_beside[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // sums of the next heads
+#pragma unroll 1
+      for (int head = 0; head < C::HEADS; head += GROUP) {
+        float sums[ROWS][FIRST_TILES][4], rests[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // of these alone, so that attention has their registers
+        auto& acc = C::OVERLAP ? beside : sums;
+        auto& rest = C::OVERLAP ? rests_beside : rests;
+        if (!C::OVERLAP || head == 0) multiply_all<Qkv>(acc, rest, ring);
+        finish(acc, rest);
+        if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the heads before
+        hand_on(softmax, acc, {{ "qkv_bias, " if spec.qkv_bias }}keys, values, tile, {{ "head, " if spec.qkv_bias }}lane);
+        if constexpr (C::OVERLAP) clear(beside);
+        if constexpr (C::OVERLAP && OPERANDS == 2) clear(rests_beside);
+{% if spec.residual %}
+        if constexpr (AHEAD) read_residual(0);
+{% endif %}
+        __syncthreads();  // keys and values are there for all
+        ring.refill(ring.step);
+        int next = 0;  // tile of the sum of the next heads
+#pragma unroll
+        for (int each = 0; each < GROUP; ++each) {
+          // Beside a tile of keys, behind its scores, so that these do not wait for the matrix unit.
+          const auto multiply_next = [&](int key_step) {
+            if constexpr (C::OVERLAP) {
+              constexpr int ALL_KEY_STEPS = GROUP * KEY_STEPS;
+              const int until = head + GROUP < C::HEADS ? ceil_div((each * KEY_STEPS + key_step + 1) * First::SUM_TILES, ALL_KEY_STEPS) : 0;
+              if (next >= until) return;
+              multiply_one<S::BY_WARPGROUPS>(acc, rest, ring, next++);
+              if constexpr (First::SUM_TILES > ALL_KEY_STEPS) {
+#pragma unroll 1
+                for (; next < until; ++next) multiply_one<false>(acc, rest, ring, next);
+              }
+            }
+          };
+          softmax[each].begin();
+{% if spec.terms %}
+          softmax[each].run(keys + each * HEAD_WORDS + first_key, values + each * HEAD_WORDS + first_key, lane, multiply_next, {{ "key_mask, (first_tile + min(tile, end - 1)) / C::TILES" if spec.key_mask }}{{ ", " if spec.key_mask and spec.logit_bias }}{{ "logit_bias, head + each, tile % C::TILES" if spec.logit_bias }});
+{% else %}
+          softmax[each].run(keys + each * HEAD_WORDS + first_key, values + each * HEAD_WORDS + first_key, lane, multiply_next);
+{% endif %}
+          keep_result(softmax[each], held, shared + C::ATTENDED, scratch, tile, end, head + each, lane);
+        }
       }
       wgmma_wait<0>();  // there are none: this tells the compiler
     }
@@ -235,19 +297,19 @@ struct Resident {
 #pragma unroll 1
     for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
       const int column = turn * Out::COLUMNS;
-      OutputTiles<C, SECOND_TILES> tiles[ROWS];
 {% if spec.residual %}
-#pragma unroll
-      for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
+      if (!AHEAD || turn > 0) read_residual(column);
 {% endif %}
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
-      clear(acc, rest);
-#pragma unroll 1
-      for (int sum_tile = 0; sum_tile < Second::SUM_TILES; ++sum_tile, ++step) multiply<Out, false>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
+{% if spec.out_bias %}
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].begin(acc[row], out_bias, column, lane);
+{% endif %}
+      multiply_all<Out>(acc, rest, ring);
       finish(acc, rest);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row)
-        tiles[row].after({{ (out_arguments + out_bias) | join(", ") }}, first_tile + tile + row, first_tile + end, column, lane, acc[row]);
+        tiles[row].after({{ out_arguments | join(", ") }}, {{ "nullptr, " if spec.out_bias }}first_tile + tile + row, first_tile + end, column, lane, acc[row]);
     }
   }
 };

@@ -12,7 +12,7 @@ __device__ __forceinline__ void load_channels(float (&to)[N], const Element* fro
 template <int DIM, int N>
 __device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
   if constexpr (DIM % N == 0) {
-    if (channel < DIM) store(to + channel, values);
+    if (channel < DIM) store_global(to + channel, values);
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i)

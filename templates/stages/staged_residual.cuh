@@ -5,7 +5,10 @@
 // behind earlier stores to y: the residuals of up to 8 column tiles are read before the first store, so that they wait for memory
 // together, and all of them before the product (`before`) where they take few registers.
 {% endif %}
-template <typename C, int TILES>
+{% if spec.out_bias %}
+// BEGUN: sums begin with the bias, so that nobody waits for it behind the product.
+{% endif %}
+template <typename C, int TILES{{ ", bool BEGUN = false" if spec.out_bias }}>
 struct OutputTiles {
   static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
   static_assert(TILES % TOGETHER == 0, "column tiles that go together");
@@ -21,7 +24,7 @@ struct OutputTiles {
       for (int run = 0; run < RUNS; ++run) {
 #pragma unroll
         for (int i = 0; i < RUN / PER_WORD; ++i) to[half][run][i] = Word(0);
-        if (tile < row_tiles && token < C::LENGTH) load_channels<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
+        if (tile < row_tiles && token < C::LENGTH) load_channels{{ "_here" if spec.itemsize == 2 }}<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
       }
     }
   }
@@ -34,6 +37,18 @@ struct OutputTiles {
   }
 {% endif %}
 
+{% if spec.out_bias %}
+  static __device__ __forceinline__ void begin(float (&acc)[TILES][4]{{ bias }}, int column, int lane) {
+#pragma unroll
+    for (int j = 0; j < TILES; j += RUN / 2) {
+      float bias[RUN] = {};
+      load_channels<C::DIM>(bias, out_bias, column + 8 * j + RUN * (lane % 4));
+#pragma unroll
+      for (int i = 0; i < 2 * RUN; ++i) acc[j + i / 4][i % 4] = bias[i / 4 * 2 + i % 2];
+    }
+  }
+
+{% endif %}
   __device__ __forceinline__ void after({{ "const Element* x, " if spec.residual }}Element* y{{ bias }}, int tile, int row_tiles, int column, int lane, const float (&acc)[TILES][4]) {
 #pragma unroll
     for (int first = 0; first < TILES; first += TOGETHER) {
@@ -46,7 +61,7 @@ struct OutputTiles {
       for (int run = 0; run < RUNS; ++run) {
 {% if spec.out_bias %}
         float bias[RUN] = {};
-        load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
+        if constexpr (!BEGUN) load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
 {% endif %}
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -57,7 +72,7 @@ struct OutputTiles {
           unpack(sums, held[half][run]);
 {% endif %}
 #pragma unroll
-          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2]{{ " + bias[c]" if spec.out_bias }};
+          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2]{{ " + (BEGUN ? 0.0f : bias[c])" if spec.out_bias }};
           store_channels<C::DIM>(y + C::offset(tile / C::TILES, token), channel + 4 * RUN * run, sums);
         }
       }

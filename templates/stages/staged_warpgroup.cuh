@@ -33,11 +33,10 @@ struct WarpgroupProduct {
     for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / A_INDICES * A_TILE + swizzled(row, index % A_INDICES), words[which]);
   }
 
-  // Operand A's 64 rows number `rows` in tile `sum_tile` of the sum.
-  static __device__ __forceinline__ unsigned long long rows(const float* a, int sum_tile, int rows) {
-    const int index = sum_tile * P::SUM_TILE;
-    return matrix_descriptor(a + index / A_INDICES * A_TILE + rows * (64 * SWIZZLED_ROW)) + index % A_INDICES / 8;
-  }
+  // Operand A's 64 rows number `rows`, ROWS_OF_A from the 64 before; what tile `sum_tile` of the sum adds to that, and tiles in a swizzled row.
+  static constexpr int ROWS_OF_A = 64 * SWIZZLED_ROW / 4, TILES_OF_A = A_INDICES / P::SUM_TILE;
+  static __device__ __forceinline__ unsigned long long rows(const float* a, int rows) { return matrix_descriptor(a) + rows * ROWS_OF_A; }
+  static __device__ __forceinline__ int tile_of_sum(int sum_tile) { return sum_tile / TILES_OF_A * (A_TILE / 4) + sum_tile % TILES_OF_A * (P::SUM_TILE / 8); }
 
   // Two neighbouring fragments of 16 rows from `row` on, numbers 2 `pair` and 2 `pair` + 1 in the sum, into operand A: a lane has words (g, k), (g+8, k),
   // (g, k+8), (g+8, k+8) of each. A chunk is a row's four words of a lane, and the chunks of two pairs alternate: rows g and g+1, whose stores
@@ -70,7 +69,7 @@ struct WarpgroupProduct {
     fill(shared);
     fence_async_proxy();
     __syncthreads();  // operand A and the barriers are there for all
-    int step = 0;
+    int step = 0, stage = 0, round = 0;  // stage: the step's buffer; round: how often it has been used before
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
       const int column = (part + turn * P::PARTS) * P::COLUMNS;
@@ -78,9 +77,8 @@ struct WarpgroupProduct {
       float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
-        const int stage = step % P::STAGES;
-        const unsigned long long a = rows(shared, sum_tile, warpgroup), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
-        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, step / P::STAGES % 2);
+        const unsigned long long a = rows(shared, warpgroup) + tile_of_sum(sum_tile), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
+        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, round % 2);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < P::SUM_TILE / 16; ++k) {
@@ -95,6 +93,7 @@ struct WarpgroupProduct {
         wgmma_wait<1>();
         __syncthreads();  // the step before is done for all, and its buffer is free
         if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, packed, step - 1 + P::STAGES, part);
+        if (++stage == P::STAGES) stage = 0, ++round;
       }
       wgmma_wait<0>();
       keep_in_registers(acc);
