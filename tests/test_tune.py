@@ -50,6 +50,15 @@ def test_a_run_searches_both_axes_and_delivers_the_module_as_measured(tmp_path: 
     assert (tmp_path / "index.json").is_file()
 
 
+@pytest.mark.parametrize(("built_at", "compared_at"), [(0, 8), (8, 8), (9, 16), (1000, 16)])
+def test_the_search_goes_on_while_pytorch_compiles(built_at: int, compared_at: int, tmp_path: Path) -> None:
+    """Its forms are measured behind the first axis if they are built by then; no axis loses time to waiting for them."""
+    backend = FakeBackend(salt=1, built_at=built_at)
+    result, _ = run(tmp_path, backend)
+    assert backend.compared_at == compared_at and result.pytorch["torch.compile"].device == 72.0
+    assert result.delivery is not None and read_module(result.delivery.path).provenance.pytorch_us == 72.0
+
+
 def test_dependent_launch_is_tried_among_the_pairs_only(tmp_path: Path) -> None:
     backend = FakeBackend(times=lambda config: 5.0 if config.dependent_launch else 4.0)
     result, _ = run(tmp_path, backend)

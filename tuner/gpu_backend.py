@@ -175,6 +175,10 @@ class GpuBackend:
             gpu, limit = self.gpu, self.limits.form
             self._forms[spec] = Forms(spec, gpu.uuid, gpu.environment, limit=limit, seed=self._seed, handler=self._form)
 
+    def pytorch_ready(self, spec: BlockSpec) -> bool:
+        """Whether `pytorch` need not wait for a form that still compiles."""
+        return spec in self._forms and self._forms[spec].ready
+
     def pytorch(self, spec: BlockSpec) -> dict[str, Timing]:
         """PyTorch form -> Timing; why one is missing is in `pytorch_failures`."""
         self.prepare_pytorch(spec)

@@ -80,6 +80,11 @@ class Forms:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="pytorch-form")
         self._built: dict[str, Future[None]] = {name: self._threads.submit(self._build, worker) for name, worker in self._workers.items()}
 
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` returns at once."""
+        return all(future.done() for future in self._built.values())
+
     def wait(self) -> None:
         """Returns when every form is built, or is known to be missing."""
         wait(self._built.values())

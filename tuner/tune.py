@@ -34,8 +34,8 @@ MOST_CONFIRMED = 4
 
 
 class TuningBackend(Protocol):
-    """What tune needs besides trial.Backend; a backend has measure_again, pytorch and module when machine.measures,
-    confirm otherwise."""
+    """What tune needs besides trial.Backend; a backend has measure_again, pytorch, pytorch_ready and module when
+    machine.measures, confirm otherwise."""
 
     machine: Machine
 
@@ -128,7 +128,8 @@ class _Tuning:
             for axis in self.options.spec.axes:
                 if not self._search(axis):
                     raise KeyboardInterrupt
-                self._baseline()
+                self._baseline(wait=False)  # waiting for it would be at the expense of the next axis
+            self._baseline(wait=True)
             choice = self._finals()
         except KeyboardInterrupt:
             interrupted = True
@@ -259,10 +260,12 @@ class _Tuning:
         if self.options.records is not None:
             self.options.records.append(Record.now(outcome, self.backend.machine))
 
-    def _baseline(self) -> None:
-        """PyTorch's forms, once: they were built while the first axis was searched."""
+    def _baseline(self, wait: bool) -> None:
+        """PyTorch's forms, once, when they are built, which goes on beside the search; or now."""
         form = getattr(self.backend, "pytorch", None)
         if self.pytorch or not self.measures or form is None:
+            return
+        if not wait and not self.backend.pytorch_ready(self.options.spec):  # type: ignore[attr-defined]
             return
         self.reporter.stage("measuring PyTorch's forms of the block")
         self.pytorch = form(self.options.spec)
