@@ -37,11 +37,17 @@ def floor_table(ceilings: Ceilings = NOMINAL) -> str:
         times = (_us(least.arithmetic), _us(least.axis_bytes), _us(least.fused_bytes))
         rows.append([case.name, *counted, *times, least.limit, _us(case.target_us)])
     heads = ["case", "GFLOP", "MB per axis", "MB fused", "arithmetic", "bytes per axis", "bytes fused", "higher", "target"]
-    return "\n".join([_ceilings(ceilings), "", *_markdown(heads, rows, left=(0, 7))]) + "\n"
+    return "\n".join([_ceilings(ceilings), "", *markdown(heads, rows, left=(0, 7))]) + "\n"
 
 
 def insert(document: Path, name: str, text: str) -> None:
     """Replaces what stands in the delimited place `name` of a document; SpecError when it has none, or cannot be read."""
+    before, after = around(document, name)
+    document.write_text(f"{before}\n{text.strip()}\n{after}", encoding="utf-8")
+
+
+def around(document: Path, name: str) -> tuple[str, str]:
+    """What stands before and behind that place, its delimiters included."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     try:
         whole = document.read_text(encoding="utf-8")
@@ -49,8 +55,7 @@ def insert(document: Path, name: str, text: str) -> None:
         raise SpecError(f"{document} cannot be read: {error.strerror or error}") from None
     if whole.count(begin) != 1 or whole.count(end) != 1 or whole.index(begin) > whole.index(end):
         raise SpecError(f"{document} has no place for the table: it needs the lines {begin} and {end}")
-    before, rest = whole.split(begin)
-    document.write_text(f"{before}{begin}\n{text.strip()}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    return whole[: whole.index(begin) + len(begin)], whole[whole.index(end) :]
 
 
 def _mean(report: Report, dtype: str) -> str:
@@ -95,7 +100,7 @@ def _ratios(results: Sequence[Result]) -> list[str]:
         )
     heads = ["case", "best PyTorch", "Triton, fused", "module", "target", "over PyTorch", "over Triton"]
     heads += ["floor: arithmetic", "floor: bytes per axis", "floor: bytes fused", "module / floor", "error"]
-    return ["Device time in microseconds:", "", *_markdown(heads, rows, left=(0, 1))]
+    return ["Device time in microseconds:", "", *markdown(heads, rows, left=(0, 1))]
 
 
 def _forms(results: Sequence[Result]) -> list[str]:
@@ -106,10 +111,11 @@ def _forms(results: Sequence[Result]) -> list[str]:
         cells = [f"{_us(timing.device)} / {_us(timing.wall)}" if timing else "-" for timing in timings]
         rows.append([r.case.name, *cells, _us(r.module.timing.cold if r.module else None), _us(r.module.wall_grad if r.module else None)])
     heads = ["case", *names, "Triton, fused", "module", "module, L2 flushed", "module, wall with grad mode"]
-    return ["Every form, device / wall time in microseconds:", "", *_markdown(heads, rows)]
+    return ["Every form, device / wall time in microseconds:", "", *markdown(heads, rows)]
 
 
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:
+    """The lines of a table; `left`: columns that are not figures."""
     rule = ["---" if index in left else "---:" for index in range(len(heads))]
     return [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]
 

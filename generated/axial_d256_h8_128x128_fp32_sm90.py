@@ -5,27 +5,24 @@ axis. Tuned for batch 4; any batch is computed. The fp16x3 arithmetic keeps oper
 values: one beyond 65504 becomes infinite, and what is below 1e-11 is lost.
 
 Configuration:
-    row: family staged, math fp16x3, qkv_engine wgmma, out_engine wgmma, qkv_warp_rows 1, qkv_warp_columns 16, qkv_down
-         8, qkv_across 1, qkv_sum_tile 64, qkv_stages 3, qkv_parts 1, qkv_blocks 1, attn_warps 4, attn_rows 2,
-         attn_key_tile 16, attn_stages 1, attn_sums add, attn_polynomial 0, attn_blocks 3, out_warp_rows 1,
-         out_warp_columns 16, out_down 8, out_across 1, out_sum_tile 64, out_stages 3, out_parts 1, out_blocks
-         1
-    col: family staged, math fp16x3, qkv_engine wgmma, out_engine wgmma, qkv_warp_rows 1, qkv_warp_columns 16, qkv_down
-         8, qkv_across 1, qkv_sum_tile 64, qkv_stages 3, qkv_parts 1, qkv_blocks 1, attn_warps 4, attn_rows 2,
-         attn_key_tile 16, attn_stages 1, attn_sums add, attn_polynomial 0, attn_blocks 3, out_warp_rows 1,
-         out_warp_columns 16, out_down 8, out_across 1, out_sum_tile 64, out_stages 3, out_parts 1, out_blocks
-         1
+    row: family resident, math fp16x3, rows 1, sequences 1, head_group 1, overlap False, sum_tile 32, stages 4,
+         attention mma, key_tile 16, sums add, polynomial 0, result scratch, out_columns 16, blocks 1,
+         dependent_launch True
+    col: family resident, math fp16x3, rows 1, sequences 1, head_group 1, overlap False, sum_tile 32, stages 4,
+         attention mma, key_tile 16, sums add, polynomial 0, result scratch, out_columns 16, blocks 1,
+         dependent_launch True
 
 Measured on NVIDIA H200.
-    device time: 709.50 +- 1.42 us
-    device time, L2 flushed: 717.25 us
-    wall time of a call: 752.43 us
-    default configuration, device time: 717.67 us
-    PyTorch (torch.compile + SDPA), device time: 2804.62 us
-    PyTorch (torch.compile + SDPA), wall time of a call: 2937.74 us
-    error against float64: 2.3e-06 of the output's scale
-Command: python cli.py tune --dim 256 --heads 8 --height 128 --width 128 --batch 4 --budget 40 --storage none
-Written 2026-11-29T23:15:54Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+    device time: 604.36 +- 1.32 us
+    device time, L2 flushed: 608.64 us
+    wall time of a call: 627.25 us
+    default configuration, device time: 598.66 us
+    PyTorch (torch.compile + SDPA), device time: 2799.32 us
+    PyTorch (torch.compile + SDPA), wall time of a call: 2928.62 us
+    error against float64: 3.0e-06 of the output's scale
+Command: python cli.py tune --storage none --dim 256 --heads 8 --height 128 --width 128 --batch 4 --fix family=resident
+--budget 18
+Written 2026-11-30T08:22:08Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -59,75 +56,50 @@ SPEC = {
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "staged", "math": "fp16x3", "qkv_engine": "wgmma", "out_engine": "wgmma", "qkv_warp_rows": 1,
-        "qkv_warp_columns": 16, "qkv_down": 8, "qkv_across": 1, "qkv_sum_tile": 64, "qkv_stages": 3, "qkv_parts": 1,
-        "qkv_blocks": 1, "attn_warps": 4, "attn_rows": 2, "attn_key_tile": 16, "attn_stages": 1, "attn_sums": "add",
-        "attn_polynomial": 0, "attn_blocks": 3, "out_warp_rows": 1, "out_warp_columns": 16, "out_down": 8,
-        "out_across": 1, "out_sum_tile": 64, "out_stages": 3, "out_parts": 1, "out_blocks": 1,
+        "family": "resident", "math": "fp16x3", "rows": 1, "sequences": 1, "head_group": 1, "overlap": False,
+        "sum_tile": 32, "stages": 4, "attention": "mma", "key_tile": 16, "sums": "add", "polynomial": 0,
+        "result": "scratch", "out_columns": 16, "blocks": 1, "dependent_launch": True,
     },
     "col": {
-        "family": "staged", "math": "fp16x3", "qkv_engine": "wgmma", "out_engine": "wgmma", "qkv_warp_rows": 1,
-        "qkv_warp_columns": 16, "qkv_down": 8, "qkv_across": 1, "qkv_sum_tile": 64, "qkv_stages": 3, "qkv_parts": 1,
-        "qkv_blocks": 1, "attn_warps": 4, "attn_rows": 2, "attn_key_tile": 16, "attn_stages": 1, "attn_sums": "add",
-        "attn_polynomial": 0, "attn_blocks": 3, "out_warp_rows": 1, "out_warp_columns": 16, "out_down": 8,
-        "out_across": 1, "out_sum_tile": 64, "out_stages": 3, "out_parts": 1, "out_blocks": 1,
+        "family": "resident", "math": "fp16x3", "rows": 1, "sequences": 1, "head_group": 1, "overlap": False,
+        "sum_tile": 32, "stages": 4, "attention": "mma", "key_tile": 16, "sums": "add", "polynomial": 0,
+        "result": "scratch", "out_columns": 16, "blocks": 1, "dependent_launch": True,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row_pack", "axis": "row", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
-        "dependent_launch": False, "arguments": ("qkv_weight", "out_weight", "packed_qkv", "packed_out"),
-        "items": "chunks", "blocks_per_group": 1, "fixed": 32768,
-    },
-    {
-        "name": "axial_row_qkv", "axis": "row", "threads": 256, "shared_bytes": 229400, "items_per_block": 8,
+        "name": "axial_pack", "axis": "", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
         "dependent_launch": False,
-        "arguments": ("x", "norm_weight", "norm_bias", "packed_qkv", "query", "key", "value"), "items": "row_tiles",
-        "blocks_per_group": 1,
+        "arguments": (
+            "row_qkv_weight", "row_out_weight", "col_qkv_weight", "col_out_weight", "row_packed_qkv", "row_packed_out",
+            "col_packed_qkv", "col_packed_out",
+        ),
+        "items": "chunks", "blocks_per_group": 1, "fixed": 65536,
     },
     {
-        "name": "axial_row_attention", "axis": "row", "threads": 128, "shared_bytes": 32768, "items_per_block": 1,
-        "dependent_launch": False, "arguments": ("query", "key", "value", "attended"), "items": "sequences",
-        "blocks_per_group": 8,
+        "name": "axial_row_block", "axis": "row", "threads": 256, "shared_bytes": 229408, "items_per_block": 8,
+        "dependent_launch": True,
+        "arguments": ("x", "norm_weight", "norm_bias", "row_packed_qkv", "attended", "y", "row_packed_out", "out_bias"),
+        "items": "row_tiles", "blocks_per_group": 1,
     },
     {
-        "name": "axial_row_out", "axis": "row", "threads": 256, "shared_bytes": 229400, "items_per_block": 8,
-        "dependent_launch": False, "arguments": ("attended", "x", "y", "packed_out", "out_bias"), "items": "row_tiles",
-        "blocks_per_group": 1,
-    },
-    {
-        "name": "axial_col_pack", "axis": "col", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
-        "dependent_launch": False, "arguments": ("qkv_weight", "out_weight", "packed_qkv", "packed_out"),
-        "items": "chunks", "blocks_per_group": 1, "fixed": 32768,
-    },
-    {
-        "name": "axial_col_qkv", "axis": "col", "threads": 256, "shared_bytes": 229400, "items_per_block": 8,
-        "dependent_launch": False,
-        "arguments": ("x", "norm_weight", "norm_bias", "packed_qkv", "query", "key", "value"), "items": "row_tiles",
-        "blocks_per_group": 1,
-    },
-    {
-        "name": "axial_col_attention", "axis": "col", "threads": 128, "shared_bytes": 32768, "items_per_block": 1,
-        "dependent_launch": False, "arguments": ("query", "key", "value", "attended"), "items": "sequences",
-        "blocks_per_group": 8,
-    },
-    {
-        "name": "axial_col_out", "axis": "col", "threads": 256, "shared_bytes": 229400, "items_per_block": 8,
-        "dependent_launch": False, "arguments": ("attended", "x", "y", "packed_out", "out_bias"), "items": "row_tiles",
-        "blocks_per_group": 1,
+        "name": "axial_col_block", "axis": "col", "threads": 256, "shared_bytes": 229408, "items_per_block": 8,
+        "dependent_launch": True,
+        "arguments": ("x", "norm_weight", "norm_bias", "col_packed_qkv", "attended", "y", "col_packed_out", "out_bias"),
+        "items": "row_tiles", "blocks_per_group": 1,
     },
 ]
-SCRATCH = {"query": 4194304, "key": 4194304, "value": 4194304, "attended": 4194304}
-PACKED = {"packed_qkv": 196608, "packed_out": 65536}
+SCRATCH = {"attended": 4194304}
+PACKED = {"row_packed_qkv": 196608, "row_packed_out": 65536, "col_packed_qkv": 196608, "col_packed_out": 65536}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --dim 256 --heads 8 --height 128 --width 128 --batch 4 --budget 40 --storage none",
-    "date": "2026-11-29T23:15:54Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 709.5040082931519,
-    "spread_us": 1.422986388206482, "cold_us": 717.2479927539825, "wall_us": 752.4327142870593,
-    "default_us": 717.6719903945923, "pytorch_us": 2804.6200275421143, "pytorch_wall_us": 2937.735000003272,
+    "command": "python cli.py tune --storage none --dim 256 --heads 8 --height 128 --width 128 --batch 4 --fix family=resident --budget 18",
+    "date": "2026-11-30T08:22:08Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 604.3600142002106,
+    "spread_us": 1.3220012187957764, "cold_us": 608.6399853229523, "wall_us": 627.249500005129,
+    "default_us": 598.6559987068176, "pytorch_us": 2799.3240356445312, "pytorch_wall_us": 2928.6212499926023,
     "pytorch_form": "torch.compile + SDPA", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
-    "error": 2.2750387893527433e-06, "partial": False, "note": "The default configuration is the fastest.",
+    "error": 2.982356393698404e-06, "partial": False, "note": "The default configuration is the fastest.",
 }
 
 CUDA_SOURCE = r'''
@@ -163,6 +135,13 @@ template <typename T, int N>
 __device__ __forceinline__ void store(float* to, const T (&from)[N]) {
   using V = typename Vector<N>::Type;
   *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
+}
+
+// The same to global memory, by one instruction: the compiler takes some plain stores of several words apart.
+template <typename T, int N>
+__device__ __forceinline__ void store_global(float* to, const T (&from)[N]) {
+  using V = typename Vector<N>::Type;
+  __stcg(reinterpret_cast<V*>(to), *reinterpret_cast<const V*>(from));
 }
 
 // Weights do not change while a kernel runs, so their loads may go through the read-only cache.
@@ -699,13 +678,42 @@ __device__ __forceinline__ void wait_for_copies() {
 // Operands are K-major with 128-byte swizzle: a row has 64 indices of the sum, 128 bytes; of its eight 16-byte chunks, chunk c of row r lies
 // where chunk c ^ r % 8 would. Eight rows, 1024 bytes, are an atom ("Shared Memory Matrix Layout", "Strides").
 constexpr int SWIZZLED_ROW = 32;  // words of a row
+// Narrow operands have rows of 64 or 32 bytes, 4 or 2 chunks, and with them 64-byte or 32-byte swizzle: chunk c of row r lies where chunk
+// c ^ r / 2 % 4 or c ^ r / 4 % 2 would.
 
-// The word of row `row` that has index `index` (a multiple of 2, in a row of 64), counted from the first row, which starts on 1024 bytes.
-__device__ __forceinline__ int swizzled(int row, int index) { return row * SWIZZLED_ROW + ((index / 8) ^ (row % 8)) * 4 + index % 8 / 2; }
+// The word of row `row` that has index `index` (a multiple of 2, in a row of 64), counted from the first row, which starts on an atom.
+template <int ROW = SWIZZLED_ROW>
+__device__ __forceinline__ int swizzled(int row, int index) { return row * ROW + ((index / 8) ^ (row * ROW / 32 % (ROW / 4))) * 4 + index % 8 / 2; }
 
 #ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
 
 __device__ __forceinline__ unsigned shared_address(const void* address) { return static_cast<unsigned>(__cvta_generic_to_shared(address)); }
+
+__device__ __forceinline__ void wgmma_fp16(float (&d)[12][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+      "}, %48, %49, p, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
 
 __device__ __forceinline__ void wgmma_fp16(float (&d)[16][4], unsigned long long a, unsigned long long b, bool accumulate) {
   asm volatile(
@@ -789,10 +797,12 @@ __device__ __forceinline__ void wait_for_bulk_copy(float* barrier, int parity) {
 
 #endif
 
-// A K-major operand from `tile` on: start address, no leading offset, 1024 bytes from eight rows to the next, 128-byte swizzle
+// A K-major operand from `tile` on: start address, no leading offset, the bytes from eight rows to the next, the rows' swizzle
 // ("Matrix Descriptor Format"). Adding 2 to it goes on by 16 indices of the sum within the row.
+template <int ROW = SWIZZLED_ROW>
 __device__ __forceinline__ unsigned long long matrix_descriptor(const float* tile) {
-  return (shared_address(tile) & 0x3ffffu) >> 4 | (1024ull >> 4) << 32 | 1ull << 62;
+  static_assert(ROW == 32 || ROW == 16 || ROW == 8, "rows of 128, 64 or 32 bytes");
+  return (shared_address(tile) & 0x3ffffu) >> 4 | (32ull * ROW >> 4) << 32 | (ROW == 32 ? 1ull : ROW == 16 ? 2ull : 3ull) << 62;
 }
 
 template <int TILES>
@@ -855,6 +865,19 @@ struct HalfStream {
     __device__ __forceinline__ void take(const float* from, int lane) {
 #pragma unroll
       for (int step = 0; step < STEPS / 2; ++step) fetch(quad[step], from, step, lane);
+    }
+
+    // The same from accumulators.
+    template <int COLUMNS>
+    __device__ __forceinline__ void hold(const float (&acc)[COLUMNS][4]) {
+#pragma unroll
+      for (int step = 0; step < STEPS / 2; ++step) {
+        const typename Math::Tile tile = Math::tile(acc[2 * step], acc[2 * step + 1]);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+          for (int word = 0; word < 4; ++word) quad[step][part][word] = tile.part[part][word];
+      }
     }
 
     __device__ __forceinline__ void get(unsigned (&to)[PARTS][4], int step) const {
@@ -1015,341 +1038,53 @@ struct HalfStream {
   }
 };
 
-// Elements of tensors are read and written here and by copy_async alone.
-// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
-template <int DIM, int N>
-__device__ __forceinline__ void load_channels(float (&to)[N], const Element* from, int channel) {
-  if constexpr (DIM % N == 0) {
-    if (channel < DIM) load(to, from + channel);
-  } else {
-    load_some<false>(to, from + channel, true, channel, DIM);
-  }
-}
-
-template <int DIM, int N>
-__device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
-  if constexpr (DIM % N == 0) {
-    if (channel < DIM) store(to + channel, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (channel + i < DIM) put(to + channel + i, values[i]);
-  }
-}
-
-// The column of the result that is accumulated as `column`: a lane has two columns of each column tile, and of RUN / 2 tiles these are
-// neighbours.
-template <int RUN>
-__device__ __forceinline__ int result_column(int column) {
-  constexpr int TILES = RUN / 2;
-  return column / (8 * TILES) * (8 * TILES) + column % 8 / 2 * RUN + column / 8 % TILES * 2 + column % 2;
-}
-
-// The tiled product on Hopper's matrix unit. P states it: a block has ROW_TILES * 16 rows, four of these tiles a warpgroup, and turns over
-// column tiles of COLUMNS, of which the PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE, one swizzled
-// row of 64 indices. Operand A stays in shared memory for all of the sum, in the order [rounded, rest][tile of the sum][row]. The weights
-// come as kernel 0 has packed them: what a step needs is one piece, brought into one of STAGES buffers by one bulk copy.
-template <typename Math>
-struct HalfFormat;
-template <typename F, int N>
-struct HalfFormat<HalfCore<F, N>> {
-  using Format = F;
-  static constexpr int OPERANDS = N;  // 1, or 2 with the rests
-};
-
-template <typename P>
-struct WarpgroupProduct {
-  using Math = typename P::Math;
-  using Format = typename HalfFormat<Math>::Format;
-  static constexpr int OPERANDS = HalfFormat<Math>::OPERANDS, TILES = P::WARP_COLUMN_TILES, ROWS = 16 * P::ROW_TILES;
-  static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
-  static constexpr int A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = SUM_TILES * A_TILE, B_OPERAND = P::COLUMNS * SWIZZLED_ROW;
-
-  // N neighbouring indices from `index` on of a row, into operand A.
-  template <int N>
-  static __device__ __forceinline__ void store_row(float* a, int row, int index, const float (&values)[N]) {
-    unsigned words[OPERANDS][N / 2];
-#pragma unroll
-    for (int i = 0; i < N; i += 2) {
-      const typename Math::Words split = Math::split(values[i], values[i + 1]);
-#pragma unroll
-      for (int which = 0; which < OPERANDS; ++which) words[which][i / 2] = split.part[which];
-    }
-#pragma unroll
-    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / P::SUM_TILE * A_TILE + swizzled(row, index % P::SUM_TILE), words[which]);
-  }
-
-  static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {
-    const int stage = step % P::STAGES, tile = (part + step / SUM_TILES * P::PARTS) * SUM_TILES + step % SUM_TILES;
-    start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);
-  }
-
-  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns.
-  template <typename Fill, typename Store>
-  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Store store_result) {
-    const int row_tile = threadIdx.x / 32, warpgroup = row_tile / 4;
-    const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
-    if (threadIdx.x == 0) {
-      for (int stage = 0; stage < P::STAGES; ++stage) init_barrier(shared + P::BARRIERS + 2 * stage);
-      publish_barriers();
-      for (int step = 0; step < min(P::STAGES, steps); ++step) start(shared, packed, step, part);
-    }
-    fill(shared);
-    fence_async_proxy();
-    __syncthreads();  // operand A and the barriers are there for all
-    int step = 0;
-#pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
-#pragma unroll 1
-      for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
-        const int stage = step % P::STAGES;
-        const unsigned long long a = matrix_descriptor(shared + sum_tile * A_TILE + warpgroup * (64 * SWIZZLED_ROW));
-        const unsigned long long b = matrix_descriptor(shared + P::BUFFERS + stage * P::B_TILE);
-        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, step / P::STAGES % 2);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < P::SUM_TILE / 16; ++k) {
-          const bool accumulate = sum_tile > 0 || k > 0;
-          if constexpr (OPERANDS == 2) {
-            wgmma(Format{}, rest, a + A_OPERAND / 4 + 2 * k, b + 2 * k, accumulate);
-            wgmma(Format{}, rest, a + 2 * k, b + B_OPERAND / 4 + 2 * k, true);
-          }
-          wgmma(Format{}, acc, a + 2 * k, b + 2 * k, accumulate);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        __syncthreads();  // the step before is done for all, and its buffer is free
-        if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, packed, step - 1 + P::STAGES, part);
-      }
-      wgmma_wait<0>();
-      keep_in_registers(acc);
-      if constexpr (OPERANDS == 2) {
-        keep_in_registers(rest);
-#pragma unroll
-        for (int j = 0; j < TILES; ++j)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
-      }
-      store_result(row_tile, (part + turn * P::PARTS) * P::COLUMNS, acc);
-    }
-  }
-
-  // Kernel 0: eight neighbouring weights of a column, number `chunk` of them all, to where a bulk copy takes them from: tiles of the columns
-  // and in them of the sum, each as a buffer holds it. Weights are split here, once for all blocks.
-  static __device__ __forceinline__ void pack(const Element* __restrict__ weight, float* packed, int chunk) {
-    const int k = chunk % 8 * 8, column = chunk / 8 % P::COLUMNS, tile = chunk / 8 / P::COLUMNS;
-    const int row = tile / SUM_TILES * P::COLUMNS + result_column<P::RUN>(column), index = tile % SUM_TILES * P::SUM_TILE + k;
-    float values[8] = {};
-    constexpr int N = P::COPY;
-#pragma unroll
-    for (int i = 0; i < 8; i += N) {
-      const Element* from = P::weight(weight, row, index + i);
-      if (from == nullptr) continue;
-      if constexpr (N >= PER_WORD) {
-        load(reinterpret_cast<float(&)[N]>(values[i]), from);
-      } else {
-        float two[2] = {};
-        load_some<true>(two, from, true, 0, 1);
-        values[i] = two[0];
-      }
-    }
-    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled(column, k);
-    unsigned words[OPERANDS][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const typename Math::Words split = Math::split(values[2 * i], values[2 * i + 1]);
-#pragma unroll
-      for (int which = 0; which < OPERANDS; ++which) words[which][i] = split.part[which];
-    }
-#pragma unroll
-    for (int which = 0; which < OPERANDS; ++which) store(to + which * B_OPERAND, words[which]);
-  }
-};
-
-// Channels of a token that a lane loads at once.
-template <typename C>
-constexpr int NORM_VEC = C::DIM % 4 == 0 ? 4 : 2;
-
-// The block's tokens, normalised (LayerNorm with the biased variance), all channels of them. A warp takes PAIRS times tokens g and g+8 of a
-// row tile at a time and keeps them in registers between mean and variance; store(row_tile, g, channel, upper, lower) takes NORM_VEC
-// channels of such a pair. Tokens past a sequence's end, row tiles past the last one and channels past DIM become zeros.
-template <typename C, int PAIRS, typename Store>
-__device__ __forceinline__ void normalise_rows(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, Store store_pair) {
-  using P = typename C::Qkv;
-  constexpr int VEC = NORM_VEC<C>, STEPS = ceil_div(P::SUM, 32 * VEC), TURNS = 8 * P::ROW_TILES / PAIRS, WARPS = P::THREADS / 32, ROWS = 2 * PAIRS;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll 1
-  for (int turn = warp; turn < TURNS; turn += WARPS) {
-    const int row_tile = turn * PAIRS / 8, g = turn * PAIRS % 8, tile = first_tile + row_tile;
-    const int sequence = tile / C::TILES;
-    float values[ROWS][STEPS][VEC] = {}, mean[ROWS], inverse[ROWS];
-    bool real[ROWS];
-#pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-      const int token = tile % C::TILES * 16 + 8 * (row % 2) + g + row / 2;
-      real[row] = tile < row_tiles && token < C::LENGTH;
-      if (real[row]) {
-        const Element* from = x + C::offset(sequence, token);
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) load_channels<C::DIM>(values[row][step], from, (step * 32 + lane) * VEC);
-      }
-    }
-#pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-      float sum = 0.0f, squares = 0.0f;
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += values[row][step][i];
-      mean[row] = group_sum<32>(sum) * (1.0f / C::DIM);
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-          const float centred = values[row][step][i] - mean[row];
-          if ((step * 32 + lane) * VEC + i < C::DIM) squares += centred * centred;
-        }
-      inverse[row] = rsqrtf(group_sum<32>(squares) * (1.0f / C::DIM) + C::EPSILON);
-    }
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      const int channel = (step * 32 + lane) * VEC;
-      if (channel >= P::SUM) continue;
-      float gain[VEC] = {}, shift[VEC] = {};
-      load_channels<C::DIM>(gain, weight, channel), load_channels<C::DIM>(shift, bias, channel);
-#pragma unroll
-      for (int row = 0; row < ROWS; ++row)
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-          const float normed = fmaf((values[row][step][i] - mean[row]) * inverse[row], gain[i], shift[i]);
-          values[row][step][i] = real[row] && channel + i < C::DIM ? normed : 0.0f;
-        }
-#pragma unroll
-      for (int pair = 0; pair < PAIRS; ++pair) store_pair(row_tile, g + pair, channel, values[2 * pair][step], values[2 * pair + 1][step]);
-    }
-  }
-}
-
-// TILES neighbouring column tiles of a row tile's q, k and v, the first of which is number `step` of them all, into scratch; q times
-// EXPONENT_SCALE, so that scores are exponents as they come.
-template <typename C, int TILES>
-__device__ __forceinline__ void store_fragments(float* query, float* key, float* value, int tile, int step, int lane, const float (&acc)[TILES][4]) {
-  using Math = typename C::Math;
-  constexpr int STEPS = C::PADDED_HEAD_DIM / 8, INNER_STEPS = C::INNER / 8, TOGETHER = TILES % Math::STORED_TILES == 0 ? Math::STORED_TILES : 1;
-  const int sequence = tile / C::TILES;
-#pragma unroll
-  for (int j = 0; j < TILES; j += TOGETHER) {
-    const int which = (step + j) / INNER_STEPS, within = (step + j) % INNER_STEPS;
-    if (step + j >= 3 * INNER_STEPS) break;
-    const long long at = ((static_cast<long long>(sequence) * C::HEADS + within / STEPS) * C::TILES + tile % C::TILES) * C::ROW_TILE;
-    const float scale = which == 0 ? C::EXPONENT_SCALE : 1.0f;
-    float values[TOGETHER][4];
-#pragma unroll
-    for (int t = 0; t < TOGETHER; ++t)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) values[t][c] = acc[j + t][c] * scale;
-    if constexpr (TOGETHER == Math::STORED_TILES) {
-      if (which == 0)
-        Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, values);
-      else if (which == 1)
-        Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, values);
-      else
-        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, values);
-    } else {
-      if (which == 0)
-        Math::template store_query<STEPS>(query + at, 0, within % STEPS, lane, values[0]);
-      else if (which == 1)
-        Math::template store_key<STEPS>(key + at, 0, within % STEPS, lane, values[0]);
-      else
-        Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(value + at, 0, within % STEPS, lane, values[0]);
-    }
-  }
-}
-
-// Kernel 1: LayerNorm and the QKV product. q, k and v go to scratch as the fragments that kernel 2 multiplies, in the order
-// [sequence][head][row tile][column tile of the head], so that it reads rows and columns of the grid alike, in one piece.
-template <typename C>
-__device__ __forceinline__ void warpgroup_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const float* packed,
-                                              float* query, float* key, float* value, int row_tiles, float* shared) {
-  using P = typename C::Qkv;
-  using Product = WarpgroupProduct<P>;
-  constexpr int VEC = NORM_VEC<C>;
-  const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
-  Product::run(
-      shared, packed, part,
-      [&](float* a) {
-        normalise_rows<C, P::NORM_PAIRS>(x, norm_weight, norm_bias, first_tile, row_tiles, [&](int row_tile, int g, int channel, const float(&upper)[VEC], const float(&lower)[VEC]) {
-          Product::store_row(a, 16 * row_tile + g, channel, upper);
-          Product::store_row(a, 16 * row_tile + 8 + g, channel, lower);
-        });
-      },
-      [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
-        const int tile = first_tile + row_tile;
-        if (tile < row_tiles) store_fragments<C, P::WARP_COLUMN_TILES>(query, key, value, tile, column / 8, lane, acc);
-      });
-}
-
-// Kernel 2: softmax(q k^T / sqrt(HEAD_DIM)) v for WARPS * ROWS * 16 queries of one sequence and head, streaming over tiles of keys (Milakov and
-// Gimelshein 2018), so that no row of scores is ever stored. Tiles of keys and values come through STAGES buffers by asynchronous
-// copies, or all of them lie in one. q comes in units of the exponent (see kernel 1). The result goes to scratch as operand A of kernel 3.
+// softmax(q k^T / sqrt(HEAD_DIM)) v for ROWS row tiles of a warp, tile of keys after tile of keys (Milakov and Gimelshein 2018), so that no
+// row of scores is ever stored. q comes in units of the exponent.
 //
 // The exponent's reference need not be the maximum: a row begins with the reference 0, which serves scores of usual size, and gets the maximum
 // of a tile when the first tile's weights are too small or a later one's grow beyond LIMIT. So the usual tile has no maximum, no
 // correction and no multiplication of what is summed, and the reference is where the scores start from.
 template <typename C>
-struct StreamedAttention {
+struct StreamedSoftmax {
   using Math = typename C::Math;
   using S = typename C::Streamed;
   using Products = typename S::Products;
-  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROW_TILE = C::ROW_TILE, ROWS = S::ROWS, THREADS = 32 * S::WARPS;
-  static constexpr int KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE), GROUPS = ceil_div(C::TILES, S::WARPS * ROWS);
+  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROWS = S::ROWS, KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE);
   static constexpr int SUMS = S::SUMS_BY_PRODUCT ? 4 : 2;  // a lane's, of its two rows
-  static constexpr bool RESIDENT = S::STAGES == 1, EVEN = C::TILES % (S::WARPS * ROWS) == 0;  // EVEN: every warp has all of its row tiles
-  // Tiles of keys that are copied at once. All of a sequence come in up to four copies, so that work begins before the last has come.
-  static constexpr int COPY_STEPS = RESIDENT ? ceil_div(KEY_STEPS, KEY_STEPS >= 16 ? 4 : KEY_STEPS >= 8 ? 2 : 1) : 1;
-  static constexpr int COPIES = ceil_div(KEY_STEPS, COPY_STEPS), COPIED_TILES = COPY_STEPS * (S::KEY_TILE / 16);  // row tiles
   using Query = typename S::template Query<STEPS>;
   using Weights = typename Products::template Weights<ROWS, KEYS>;
   using Sums = typename Products::template Sums<STEPS, S::VALUE_STRIDE, ROWS>;
 
-  // COPIED_TILES row tiles of one head, of which `real` exist and there is room for `room`, in pieces of COLUMNS words that are STRIDE apart in shared memory.
-  template <int COLUMNS, int STRIDE>
-  static __device__ __forceinline__ void copy_tiles(float* to, const float* from, int real, int room) {
-    constexpr int WORDS = COPIED_TILES * ROW_TILE, TURNS = ceil_div(WORDS, 4 * THREADS);
-#pragma unroll(TURNS <= 16 ? TURNS : 8)
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const int at = 4 * (static_cast<int>(threadIdx.x) + turn * THREADS);
-      if ((WORDS % (4 * THREADS) != 0 && at >= WORDS) || (KEY_STEPS % COPY_STEPS != 0 && at >= room * ROW_TILE)) break;
-      const bool there = C::TILES % COPIED_TILES == 0 || at < real * ROW_TILE;
-      copy_async<16>(to + at / COLUMNS * STRIDE + at % COLUMNS, there ? from + at : from, there);
+  Query queries[ROWS];
+  Sums sums;
+  float sum[ROWS][SUMS], start[ROWS][4];  // of a row's weights; what its scores start from
+
+  // A head's accumulators of one row tile, number `tile` of those in shared memory: queries, in units of the exponent; keys and values.
+  __device__ __forceinline__ void hold_query(int row, const float (&acc)[3 * STEPS][4]) { queries[row].hold(acc); }
+
+  static __device__ __forceinline__ void store_keys(float* keys, float* values, int tile, int lane, const float (&acc)[3 * STEPS][4]) {
+#pragma unroll
+    for (int j = 0; j < STEPS; j += 2) {
+      Math::template store_key<STEPS>(keys, tile, j, lane, reinterpret_cast<const float(&)[2][4]>(acc[STEPS + j]));
+      Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(values, tile, j, lane, reinterpret_cast<const float(&)[2][4]>(acc[2 * STEPS + j]));
     }
   }
 
-  static __device__ __forceinline__ void start_copies(float* shared, const float* key, const float* value, int copy) {
-    if (copy < COPIES) {
-      const int first = copy * COPIED_TILES, real = min(C::TILES - first, COPIED_TILES), room = KEY_STEPS * (S::KEY_TILE / 16) - first;
-      float* to = shared + (RESIDENT ? copy * COPY_STEPS * S::KEY_WORDS : copy % S::STAGES * S::BUFFER);
-      copy_tiles<ROW_TILE, ROW_TILE>(to, key + first * ROW_TILE, real, room);
-      to = shared + S::VALUES + (RESIDENT ? copy * COPY_STEPS * S::VALUE_WORDS : copy % S::STAGES * S::BUFFER);
-      copy_tiles<S::VALUE_COLUMNS, S::VALUE_STRIDE>(to, value + first * ROW_TILE, real, room);
+  // Before the first tile of keys.
+  __device__ __forceinline__ void begin() {
+    sums = Sums();
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) sum[row][i] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) start[row][i] = -S::HEADROOM;
     }
-    commit_copies();
-  }
-
-  // Waits until no more than `left` of LEFT + 1 copies are under way.
-  template <int LEFT>
-  static __device__ __forceinline__ void wait_until_left(int left) {
-    if constexpr (LEFT > 0) {
-      if (left < LEFT) return wait_until_left<LEFT - 1>(left);
-    }
-    wait_for_copies<LEFT>();
   }
 
   // The exponents of the warp's weights for a tile of keys.
-  static __device__ __forceinline__ void exponents(float (&p)[ROWS][KEYS][4], const Query (&query)[ROWS], const float (&start)[ROWS][4], const float* keys,
-                                                   int step, int lane) {
-    Products::template scores<STEPS>(p, query, start, keys, lane);
+  __device__ __forceinline__ void exponents(float (&p)[ROWS][KEYS][4], const float (&from)[ROWS][4], const float* keys, int step, int lane) const {
+    Products::template scores<STEPS>(p, queries, from, keys, lane);
     if (C::LENGTH % S::KEY_TILE != 0 && step == KEY_STEPS - 1) {
 #pragma unroll
       for (int j = 0; j < KEYS; ++j)
@@ -1363,10 +1098,9 @@ struct StreamedAttention {
   }
 
   // References of rows from the tile's maximum, so that its largest weight is 2^-HEADROOM; those of rows that have been summed do not fall.
-  static __device__ __forceinline__ void refer(float (&start)[ROWS][4], float (&sum)[ROWS][SUMS], Sums& sums, const Query (&query)[ROWS], const float* keys,
-                                               int step, int lane) {
+  __device__ __forceinline__ void refer(const float* keys, int step, int lane) {
     float p[ROWS][KEYS][4];
-    exponents(p, query, start, keys, step, lane);
+    exponents(p, start, keys, step, lane);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
 #pragma unroll
@@ -1386,72 +1120,71 @@ struct StreamedAttention {
       }
   }
 
-  static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended, float* shared) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int group = blockIdx.x % GROUPS, unit = blockIdx.x / GROUPS, head = unit % C::HEADS, sequence = unit / C::HEADS;
-    const int tile = (group * S::WARPS + warp) * ROWS;
-    const long long base = static_cast<long long>(unit) * C::TILES * ROW_TILE;
+  // Tile number `step` of the keys. meanwhile() runs when the scores are under way and the exponentials still to come, where there is something
+  // to do BESIDE them: scores that are computed at one place of the code alone take fewer registers.
+  template <bool BESIDE, typename Meanwhile>
+  __device__ __forceinline__ void add(const float* keys, const float* values, int step, int lane, Meanwhile meanwhile) {
+    Weights weights;
+    float p[ROWS][KEYS][4];
+    if constexpr (BESIDE) {
+      exponents(p, start, keys, step, lane);
+      meanwhile();
+    }
+    float added[ROWS][2];
+    bool outside = false;  // whether the references have been found not to serve
+    do {
+      if (outside) refer(keys, step, lane);
+      if (!BESIDE || outside) exponents(p, start, keys, step, lane);
 #pragma unroll
-    for (int copy = 0; copy < (RESIDENT ? COPIES : S::STAGES - 1); ++copy) start_copies(shared, key + base, value + base, copy);
-    Query queries[ROWS];
+      for (int row = 0; row < ROWS; ++row)
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) queries[row].take(query + base + (EVEN ? tile + row : min(tile + row, C::TILES - 1)) * ROW_TILE, lane);
-    Sums sums;
-    float sum[ROWS][SUMS] = {}, start[ROWS][4];  // of a row's weights; what its scores start from
+        for (int j = 0; j < KEYS; ++j)
 #pragma unroll
-    for (int i = 0; i < 4 * ROWS; ++i) start[i / 4][i % 4] = -S::HEADROOM;
-    const float *keys = shared, *values = shared + S::VALUES;
+          for (int i = 0; i < 4; ++i) p[row][j][i] = S::power(p[row][j][i], j % 2 * 4 + i);
+      weights.take(p);
+      bool found = beyond(weights, p, added);
+      if (step == 0) found |= below(weights, added);
+      outside = __any_sync(ALL_LANES, found) & !outside;
+    } while (outside);
+    if constexpr (S::SUMS_BY_PRODUCT) {
+      Products::add_rows(sum, weights);
+    } else {
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) sum[row][0] += added[row][0], sum[row][1] += added[row][1];
+    }
+    sums.add(weights, values, lane);
+  }
+
+  // All keys of a head that lie in shared memory, one tile behind another. meanwhile(step) runs beside each tile.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void run(const float* keys, const float* values, int lane, Meanwhile meanwhile) {
 #pragma unroll 1
     for (int step = 0; step < KEY_STEPS; ++step) {
-      if constexpr (!RESIDENT) {
-        wait_for_copies<S::STAGES - 2>();
-        __syncthreads();  // the step's keys and values are there for all, and the buffer of the step before is free
-        start_copies(shared, key + base, value + base, step + S::STAGES - 1);
-      } else if (step % COPY_STEPS == 0) {
-        wait_until_left<COPIES - 1>(COPIES - 1 - step / COPY_STEPS);
-        __syncthreads();  // the copy's keys and values are there for all
-      }
-      if (EVEN || tile < C::TILES) {
-        Weights weights;
-        float added[ROWS][2];
-        bool outside = false;  // whether the references have been found not to serve
-        do {
-          if (outside) refer(start, sum, sums, queries, keys, step, lane);
-          float p[ROWS][KEYS][4];
-          exponents(p, queries, start, keys, step, lane);
-#pragma unroll
-          for (int row = 0; row < ROWS; ++row)
-#pragma unroll
-            for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) p[row][j][i] = S::power(p[row][j][i], j % 2 * 4 + i);
-          weights.take(p);
-          bool found = beyond(weights, p, added);
-          if (step == 0) found |= below(weights, added);
-          outside = __any_sync(ALL_LANES, found) & !outside;
-        } while (outside);
-        if constexpr (S::SUMS_BY_PRODUCT) {
-          Products::add_rows(sum, weights);
-        } else {
-#pragma unroll
-          for (int row = 0; row < ROWS; ++row) sum[row][0] += added[row][0], sum[row][1] += added[row][1];
-        }
-        sums.add(weights, values, lane);
-      }
-      const bool back = !RESIDENT && step % S::STAGES == S::STAGES - 1;
-      keys = back ? shared : keys + (RESIDENT ? S::KEY_WORDS : S::BUFFER);
-      values = back ? shared + S::VALUES : values + (RESIDENT ? S::VALUE_WORDS : S::BUFFER);
+      add<true>(keys + step * S::KEY_WORDS, values + step * S::VALUE_WORDS, step, lane, [&]() { meanwhile(step); });
     }
+  }
+
+  // The result of row tile `row`, to `to` as a row tile of operand A of the output product.
+  __device__ __forceinline__ void finish(float* to, int row, int head, int lane) const {
+    const float upper = __fdividef(1.0f, row_sum(sum[row], 0)), lower = __fdividef(1.0f, row_sum(sum[row], 1));
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-      if (!EVEN && tile + row >= C::TILES) return;
-      const float upper = __fdividef(1.0f, row_sum(sum[row], 0)), lower = __fdividef(1.0f, row_sum(sum[row], 1));
-      float* to = attended + (static_cast<long long>(sequence) * C::TILES + tile + row) * (C::HEADS * ROW_TILE);
+    for (int j = 0; j < STEPS; ++j) {
+      const float c[4] = {sums.result(row, j, 0) * upper, sums.result(row, j, 1) * upper, sums.result(row, j, 2) * lower, sums.result(row, j, 3) * lower};
+      Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
+    }
+  }
+
+  // The same, a fragment of 16 channels after another: emit(step, quads) takes a lane's quadruples, of what is rounded and of the rests.
+  template <typename Emit>
+  __device__ __forceinline__ void result(int row, Emit emit) const {
+    const float upper = __fdividef(1.0f, row_sum(sum[row], 0)), lower = __fdividef(1.0f, row_sum(sum[row], 1));
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j) {
-        const float c[4] = {sums.result(row, j, 0) * upper, sums.result(row, j, 1) * upper, sums.result(row, j, 2) * lower, sums.result(row, j, 3) * lower};
-        Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
-      }
+    for (int step = 0; step < STEPS / 2; ++step) {
+      float c[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = sums.result(row, 2 * step + i / 4, i % 4) * (i % 4 < 2 ? upper : lower);
+      const typename Math::Tile tile = Math::tile(c[0], c[1]);
+      emit(step, reinterpret_cast<const float(&)[Math::PAGES][4]>(tile.part));
     }
   }
 
@@ -1494,72 +1227,628 @@ struct StreamedAttention {
   }
 };
 
-// TILES neighbouring column tiles of a row tile of the output product, from column `column` on, with bias and residual into y. An element of
-// y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x behind earlier
-// stores to y: the residuals of up to 8 column tiles are read before the first store, so that they wait for memory together.
-template <typename C, int TILES>
-__device__ __forceinline__ void add_residual(const Element* x, Element* y, const Element* __restrict__ out_bias, int tile, int row_tiles, int column, int lane,
-                                             const float (&acc)[TILES][4]) {
-  constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
-  static_assert(TILES % TOGETHER == 0, "column tiles that go together");
-  const int sequence = tile / C::TILES;
-#pragma unroll
-  for (int first = 0; first < TILES; first += TOGETHER) {
-    const int channel = column + 8 * first + RUN * (lane % 4);
-    float sums[2][RUNS][RUN] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
-      if (tile >= row_tiles || token >= C::LENGTH) continue;
-#pragma unroll
-      for (int run = 0; run < RUNS; ++run) load_channels<C::DIM>(sums[half][run], x + C::offset(sequence, token), channel + 4 * RUN * run);
-    }
-#pragma unroll
-    for (int run = 0; run < RUNS; ++run) {
-      float bias[RUN] = {};
-      load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
-        if (tile >= row_tiles || token >= C::LENGTH) continue;
-#pragma unroll
-        for (int c = 0; c < RUN; ++c) sums[half][run][c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + bias[c];
-        store_channels<C::DIM>(y + C::offset(sequence, token), channel + 4 * RUN * run, sums[half][run]);
-      }
-    }
+// Elements of tensors are read and written here and by copy_async alone.
+// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
+template <int DIM, int N>
+__device__ __forceinline__ void load_channels(float (&to)[N], const Element* from, int channel) {
+  if constexpr (DIM % N == 0) {
+    if (channel < DIM) load(to, from + channel);
+  } else {
+    load_some<false>(to, from + channel, true, channel, DIM);
   }
 }
 
-// Kernel 3: output product, bias and residual, written to the grid by stride. The attention's result comes as fragments of 16 rows and 16
-// indices, whose words go to their rows.
-template <typename C>
-__device__ __forceinline__ void warpgroup_output(const float* attended, const Element* x, Element* y, const float* packed, const Element* __restrict__ out_bias, int row_tiles,
-                                                 float* shared) {
-  using P = typename C::Out;
-  using Product = WarpgroupProduct<P>;
-  constexpr int OPERANDS = Product::OPERANDS, PAGES = C::INNER / 16 * OPERANDS, ALL_PAGES = P::SUM / 16 * OPERANDS;  // of a row tile: there are, with padding
-  const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
-  const float* rows = attended + static_cast<long long>(first_tile) * (PAGES * 128);
-  Product::run(
-      shared, packed, part,
-      [&](float* a) {
-#pragma unroll 8
-        for (int at = threadIdx.x / 32; at < P::ROW_TILES * ALL_PAGES; at += P::THREADS / 32) {
-          const int row_tile = at / ALL_PAGES, page = at % ALL_PAGES, index = page / OPERANDS * 16 + 2 * (lane % 4), row = 16 * row_tile + lane / 4;
-          float quad[4] = {};  // (g, k), (g+8, k), (g, k+8), (g+8, k+8)
-          if (first_tile + row_tile < row_tiles && page < PAGES) load(quad, rows + (row_tile * PAGES + page) * 128 + 4 * lane);
-          float* to = a + page % OPERANDS * Product::A_OPERAND + index / P::SUM_TILE * Product::A_TILE;
+template <int DIM, int N>
+__device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
+  if constexpr (DIM % N == 0) {
+    if (channel < DIM) store_global(to + channel, values);
+  } else {
 #pragma unroll
-          for (int word = 0; word < 4; ++word) to[swizzled(row + word % 2 * 8, index % P::SUM_TILE + word / 2 * 8)] = quad[word];
-        }
-      },
-      [&](int row_tile, int column, const float(&acc)[P::WARP_COLUMN_TILES][4]) {
-        add_residual<C, P::WARP_COLUMN_TILES>(x, y, out_bias, first_tile + row_tile, row_tiles, column, lane, acc);
-      });
+    for (int i = 0; i < N; ++i)
+      if (channel + i < DIM) put(to + channel + i, values[i]);
+  }
 }
 
+// The column of the result that is accumulated as `column`: a lane has two columns of each column tile, and of RUN / 2 tiles these are
+// neighbours.
+template <int RUN>
+__device__ __forceinline__ int result_column(int column) {
+  constexpr int TILES = RUN / 2;
+  return column / (8 * TILES) * (8 * TILES) + column % 8 / 2 * RUN + column / 8 % TILES * 2 + column % 2;
+}
+
+// The tiled product on Hopper's matrix unit. P states it: a block has ROW_TILES * 16 rows, four of these tiles a warpgroup, and turns over
+// column tiles of COLUMNS, of which the PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE, one swizzled
+// row of 64 indices. Operand A stays in shared memory for all of the sum, in the order [rounded, rest][tile of the sum][row]. The weights
+// come as kernel 0 has packed them: what a step needs is one piece, brought into one of STAGES buffers by one bulk copy.
+template <typename Math>
+struct HalfFormat;
+template <typename F, int N>
+struct HalfFormat<HalfCore<F, N>> {
+  using Format = F;
+  static constexpr int OPERANDS = N;  // 1, or 2 with the rests
+};
+
+template <typename P>
+struct WarpgroupProduct {
+  using Math = typename P::Math;
+  using Format = typename HalfFormat<Math>::Format;
+  static constexpr int OPERANDS = HalfFormat<Math>::OPERANDS, TILES = P::WARP_COLUMN_TILES, ROWS = 16 * P::ROW_TILES;
+  static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
+  static constexpr int ROW = P::SUM_TILE / 2, B_OPERAND = P::COLUMNS * ROW;  // words of a row of a buffer, of an operand in it
+  static constexpr int A_INDICES = 2 * SWIZZLED_ROW, A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = P::SUM / A_INDICES * A_TILE;
+
+  // N neighbouring indices from `index` on of a row, into operand A.
+  template <int N>
+  static __device__ __forceinline__ void store_row(float* a, int row, int index, const float (&values)[N]) {
+    unsigned words[OPERANDS][N / 2];
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const typename Math::Words split = Math::split(values[i], values[i + 1]);
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) words[which][i / 2] = split.part[which];
+    }
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / A_INDICES * A_TILE + swizzled(row, index % A_INDICES), words[which]);
+  }
+
+  // Operand A's 64 rows number `rows`, ROWS_OF_A from the 64 before; what tile `sum_tile` of the sum adds to that, and tiles in a swizzled row.
+  static constexpr int ROWS_OF_A = 64 * SWIZZLED_ROW / 4, TILES_OF_A = A_INDICES / P::SUM_TILE;
+  static __device__ __forceinline__ unsigned long long rows(const float* a, int rows) { return matrix_descriptor(a) + rows * ROWS_OF_A; }
+  static __device__ __forceinline__ int tile_of_sum(int sum_tile) { return sum_tile / TILES_OF_A * (A_TILE / 4) + sum_tile % TILES_OF_A * (P::SUM_TILE / 8); }
+
+  // Two neighbouring fragments of 16 rows from `row` on, numbers 2 `pair` and 2 `pair` + 1 in the sum, into operand A: a lane has words (g, k), (g+8, k),
+  // (g, k+8), (g+8, k+8) of each. A chunk is a row's four words of a lane, and the chunks of two pairs alternate: rows g and g+1, whose stores
+  // go together, then have different banks. So a tile of the sum has its indices in another order, which the weights are packed in as well.
+  static __device__ __forceinline__ void store_fragments(float* a, int which, int row, int pair, int lane, const float (&quads)[2][4]) {
+    float* to = a + which * A_OPERAND + pair / 2 * A_TILE;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float chunk[4] = {quads[0][half], quads[0][2 + half], quads[1][half], quads[1][2 + half]};
+      store(to + swizzled(row + 8 * half + lane / 4, 8 * (2 * (lane % 4) + pair % 2)), chunk);
+    }
+  }
+
+  static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {
+    const int stage = step % P::STAGES, tile = (part + step / SUM_TILES * P::PARTS) * SUM_TILES + step % SUM_TILES;
+    start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);
+  }
+
+  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns, for which before(row_tile,
+  // column) is called ahead of the products.
+  template <typename Fill, typename Before, typename Store>
+  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Before before, Store store_result) {
+    const int row_tile = threadIdx.x / 32, warpgroup = row_tile / 4;
+    const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < P::STAGES; ++stage) init_barrier(shared + P::BARRIERS + 2 * stage);
+      publish_barriers();
+      for (int step = 0; step < min(P::STAGES, steps); ++step) start(shared, packed, step, part);
+    }
+    fill(shared);
+    fence_async_proxy();
+    __syncthreads();  // operand A and the barriers are there for all
+    int step = 0, stage = 0, round = 0;  // stage: the step's buffer; round: how often it has been used before
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      const int column = (part + turn * P::PARTS) * P::COLUMNS;
+      before(row_tile, column);
+      float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
+#pragma unroll 1
+      for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
+        const unsigned long long a = rows(shared, warpgroup) + tile_of_sum(sum_tile), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
+        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, round % 2);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < P::SUM_TILE / 16; ++k) {
+          const bool accumulate = sum_tile > 0 || k > 0;
+          if constexpr (OPERANDS == 2) {
+            wgmma(Format{}, rest, a + A_OPERAND / 4 + 2 * k, b + 2 * k, accumulate);
+            wgmma(Format{}, rest, a + 2 * k, b + B_OPERAND / 4 + 2 * k, true);
+          }
+          wgmma(Format{}, acc, a + 2 * k, b + 2 * k, accumulate);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        __syncthreads();  // the step before is done for all, and its buffer is free
+        if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, packed, step - 1 + P::STAGES, part);
+        if (++stage == P::STAGES) stage = 0, ++round;
+      }
+      wgmma_wait<0>();
+      keep_in_registers(acc);
+      if constexpr (OPERANDS == 2) {
+        keep_in_registers(rest);
+#pragma unroll
+        for (int j = 0; j < TILES; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
+      }
+      store_result(row_tile, column, acc);
+    }
+  }
+
+  // Kernel 0: eight neighbouring weights of a column, number `chunk` of them all, to where a bulk copy takes them from: tiles of the columns
+  // and in them of the sum, each as a buffer holds it. Weights are split here, once for all blocks.
+  static __device__ __forceinline__ void pack(const Element* __restrict__ weight, float* packed, int chunk) {
+    constexpr int CHUNKS = P::SUM_TILE / 8;  // of a row
+    const int k = chunk % CHUNKS * 8, column = chunk / CHUNKS % P::COLUMNS, tile = chunk / CHUNKS / P::COLUMNS;
+    const int row = tile / SUM_TILES * P::COLUMNS + result_column<P::RUN>(column), index = tile % SUM_TILES * P::SUM_TILE + k;
+    float values[8] = {};
+    constexpr int N = P::COPY;
+#pragma unroll
+    for (int i = 0; i < 8; i += N) {
+      const Element* from = P::weight(weight, row, index + i);
+      if (from == nullptr) continue;
+      if constexpr (N >= PER_WORD) {
+        load(reinterpret_cast<float(&)[N]>(values[i]), from);
+      } else {
+        float two[2] = {};
+        load_some<true>(two, from, true, 0, 1);
+        values[i] = two[0];
+      }
+    }
+    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled<ROW>(column, k);
+    unsigned words[OPERANDS][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const typename Math::Words split = Math::split(values[2 * i], values[2 * i + 1]);
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) words[which][i] = split.part[which];
+    }
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) store(to + which * B_OPERAND, words[which]);
+  }
+};
+
+constexpr int CHUNK = 8;  // channels that a lane loads and stores together: 16 bytes of a swizzled row
+
+// A chunk of a token (or of a vector of DIM) from `channel` on, in loads as wide as all tokens are aligned for; what is past DIM stays as it is.
+template <int DIM>
+__device__ __forceinline__ void load_chunk(Word (&to)[CHUNK / PER_WORD], const Element* from, int channel) {
+  if constexpr (DIM % PER_WORD == 0) {
+    constexpr int MOST = 4 * PER_WORD, N = DIM % MOST == 0 ? MOST : DIM % (MOST / 2) == 0 ? MOST / 2 : PER_WORD;
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += N)
+      if (channel + i < DIM) load(reinterpret_cast<Word(&)[N / PER_WORD]>(to[i / PER_WORD]), from + channel + i);
+  } else {
+    load_some<false>(to, from + channel, true, channel, DIM);
+  }
+}
+
+// The block's tokens, normalised (LayerNorm with the biased variance), all channels of them. A group of NORM_LANES lanes has NORM_HELD tokens at a time
+// in registers, of which each lane has every NORM_LANES-th chunk: a warp reads whole sectors of several tokens, all loads of a turn are
+// under way before the first is waited for, and a sum takes few shuffles. store(row_tile, row, channel, values) takes a chunk. Tokens past a
+// sequence's end, row tiles past the last one and channels past DIM become zeros.
+template <typename C, typename Store>
+__device__ __forceinline__ void normalise_by_groups(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, Store store_chunk) {
+  using P = typename C::Qkv;
+  constexpr int LANES = P::NORM_LANES, HELD = P::NORM_HELD, STEPS = ceil_div(P::SUM, LANES * CHUNK), GROUPS = 32 / LANES;
+  constexpr int TURNS = 16 / (GROUPS * HELD), WARP_TURNS = TURNS * P::ROW_TILES / (P::THREADS / 32);  // of a row tile; of a warp
+  const int lane = threadIdx.x % LANES, group = threadIdx.x % 32 / LANES;
+  // Eight lanes store at once: chunks of one row, or half the chunks of two, which lie in other banks where the rows are four apart.
+  const int first_row = LANES == 4 ? group % 2 * 4 + group / 2 : group;
+#pragma unroll 1
+  for (int turn = 0; turn < WARP_TURNS; ++turn) {
+    const int at = threadIdx.x / 32 * WARP_TURNS + turn, row_tile = at / TURNS, row = at % TURNS * (GROUPS * HELD) + first_row;
+    const int tile = min(first_tile + row_tile, row_tiles - 1), sequence = tile / C::TILES;  // where there is none, another of the block's own is read
+    bool real[HELD];
+    Word words[HELD][STEPS][CHUNK / PER_WORD] = {};
+#pragma unroll
+    for (int held = 0; held < HELD; ++held) {
+      const int token = tile % C::TILES * 16 + row + held * GROUPS;
+      real[held] = first_tile + row_tile < row_tiles && (C::LENGTH % 16 == 0 || token < C::LENGTH);
+      const Element* from = x + C::offset(sequence, C::LENGTH % 16 == 0 ? token : min(token, C::LENGTH - 1));
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) load_chunk<C::DIM>(words[held][step], from, (step * LANES + lane) * CHUNK);
+    }
+    float values[HELD][STEPS][CHUNK], inverse[HELD];
+#pragma unroll
+    for (int held = 0; held < HELD; ++held) {
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) unpack(values[held][step], words[held][step]);
+      float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) sum += values[held][step][i];
+      const float mean = group_sum<LANES>(sum) * (1.0f / C::DIM);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+          values[held][step][i] -= mean;
+          if ((step * LANES + lane) * CHUNK + i < C::DIM) squares = fmaf(values[held][step][i], values[held][step][i], squares);
+        }
+      inverse[held] = rsqrtf(group_sum<LANES>(squares) * (1.0f / C::DIM) + C::EPSILON);
+    }
+    constexpr float zeros[CHUNK] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int channel = (step * LANES + lane) * CHUNK;
+      if (channel >= P::SUM) continue;
+      Word gain_words[CHUNK / PER_WORD] = {}, shift_words[CHUNK / PER_WORD] = {};
+      load_chunk<C::DIM>(gain_words, weight, channel), load_chunk<C::DIM>(shift_words, bias, channel);
+      float gain[CHUNK], shift[CHUNK];
+      unpack(gain, gain_words), unpack(shift, shift_words);
+#pragma unroll
+      for (int held = 0; held < HELD; ++held) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+          const float normed = fmaf(values[held][step][i] * inverse[held], gain[i], shift[i]);
+          values[held][step][i] = channel + i < C::DIM ? normed : 0.0f;
+        }
+        store_chunk(row_tile, row + held * GROUPS, channel, values[held][step]);
+      }
+    }
+#pragma unroll
+    for (int held = 0; held < HELD; ++held)
+      if (!real[held])
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+          if (const int channel = (step * LANES + lane) * CHUNK; channel < P::SUM) store_chunk(row_tile, row + held * GROUPS, channel, zeros);
+  }
+}
+
+// TILES neighbouring column tiles of a row tile of the output product, from column `column` on, with bias and residual, into y.
+// An element of y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x
+// behind earlier stores to y: the residuals of up to 8 column tiles are read before the first store, so that they wait for memory
+// together, and all of them before the product (`before`) where they take few registers.
+// BEGUN: sums begin with the bias, so that nobody waits for it behind the product.
+template <typename C, int TILES, bool BEGUN = false>
+struct OutputTiles {
+  static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
+  static_assert(TILES % TOGETHER == 0, "column tiles that go together");
+  static constexpr bool EARLY = PER_WORD == 2 && TILES <= 16;
+  Word words[EARLY ? TILES / TOGETHER : 1][2][RUNS][RUN / PER_WORD];
+
+  __device__ __forceinline__ void read(Word (&to)[2][RUNS][RUN / PER_WORD], const Element* x, int tile, int row_tiles, int channel, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+#pragma unroll
+        for (int i = 0; i < RUN / PER_WORD; ++i) to[half][run][i] = Word(0);
+        if (tile < row_tiles && token < C::LENGTH) load_channels<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void before(const Element* x, int tile, int row_tiles, int column, int lane) {
+    if constexpr (EARLY) {
+#pragma unroll
+      for (int first = 0; first < TILES; first += TOGETHER) read(words[first / TOGETHER], x, tile, row_tiles, column + 8 * first + RUN * (lane % 4), lane);
+    }
+  }
+
+  static __device__ __forceinline__ void begin(float (&acc)[TILES][4], const Element* __restrict__ out_bias, int column, int lane) {
+#pragma unroll
+    for (int j = 0; j < TILES; j += RUN / 2) {
+      float bias[RUN] = {};
+      load_channels<C::DIM>(bias, out_bias, column + 8 * j + RUN * (lane % 4));
+#pragma unroll
+      for (int i = 0; i < 2 * RUN; ++i) acc[j + i / 4][i % 4] = bias[i / 4 * 2 + i % 2];
+    }
+  }
+
+  __device__ __forceinline__ void after(const Element* x, Element* y, const Element* __restrict__ out_bias, int tile, int row_tiles, int column, int lane, const float (&acc)[TILES][4]) {
+#pragma unroll
+    for (int first = 0; first < TILES; first += TOGETHER) {
+      const int channel = column + 8 * first + RUN * (lane % 4);
+      Word(&held)[2][RUNS][RUN / PER_WORD] = words[EARLY ? first / TOGETHER : 0];
+      if constexpr (!EARLY) read(held, x, tile, row_tiles, channel, lane);
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+        float bias[RUN] = {};
+        if constexpr (!BEGUN) load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+          if (tile >= row_tiles || token >= C::LENGTH) continue;
+          float sums[RUN];
+          unpack(sums, held[half][run]);
+#pragma unroll
+          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + (BEGUN ? 0.0f : bias[c]);
+          store_channels<C::DIM>(y + C::offset(tile / C::TILES, token), channel + 4 * RUN * run, sums);
+        }
+      }
+    }
+  }
+};
+
+// A whole axis in one kernel, by warpgroups. A block has SEQUENCES sequences, of which a warp has ROWS row tiles: their normalised tokens stay in
+// shared memory as operand A of the QKV product, of which a column tile is HEAD_GROUP heads. Their queries stay in their warp's registers, their
+// keys and values lie in shared memory for the warps of the sequence. A head's result goes to its place in operand A of the output product or,
+// where that is the tokens' place, to scratch until there are no more heads.
+//
+// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one column
+// tile. With OVERLAP the steps of the next heads are spread over the tiles of keys of these, so that the matrix unit multiplies
+// while the warps compute exponentials.
+template <typename C>
+struct Resident {
+  using Math = typename C::Math;
+  using Qkv = typename C::Qkv;
+  using Out = typename C::Out;
+  using First = WarpgroupProduct<Qkv>;
+  using Second = WarpgroupProduct<Out>;
+  using S = typename C::Streamed;
+  using Softmax = StreamedSoftmax<C>;
+  using Format = typename First::Format;
+  static constexpr int OPERANDS = First::OPERANDS, ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = Softmax::KEY_STEPS;
+  static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = First::COLUMN_TILES * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
+  static constexpr int BLOCK_TILES = C::SEQUENCES * C::TILES;  // row tiles of the block that may be real
+  static constexpr int KEPT_TILES = S::BY_WARPGROUPS ? Qkv::ROW_TILES : BLOCK_TILES;  // of keys: the matrix unit's are whole blocks of 64
+  static constexpr int PAGES = C::INNER / 16 * OPERANDS;  // of the attention's result in a row tile
+  static constexpr int FIRST_TILES = Qkv::WARP_COLUMN_TILES, SECOND_TILES = Out::WARP_COLUMN_TILES;
+  static constexpr int GROUP = C::HEAD_GROUP, HEAD_WORDS = KEPT_TILES * C::ROW_TILE;  // of a head's keys, and of its values
+
+  // Where row tile `tile` of the block lies in operand A: a warpgroup has 64 rows of each of ROWS products, of which warp w has rows 16 w and on.
+  static __device__ __forceinline__ int position(int tile) {
+    const int warp = tile / ROWS;
+    return (warp / 4 * ROWS + tile % ROWS) * 4 + warp % 4;
+  }
+
+  // The ring, and where a warp is in it.
+  struct Ring {
+    float* shared;
+    const float *packed_qkv, *packed_out;
+    int warpgroup;
+    int step, stage, round;  // the next one; its buffer, and how often that has been used before
+    int filled;              // the first step whose copy has not been started
+
+    // Starts the copy of what step `at` needs.
+    __device__ __forceinline__ void start(int at) const {
+      const int stage = at % STAGES;
+      const bool first = at < FIRST_STEPS;
+      const float* from = first ? packed_qkv + static_cast<long long>(at) * Qkv::B_TILE : packed_out + static_cast<long long>(at - FIRST_STEPS) * Out::B_TILE;
+      start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
+    }
+
+    // Has buffers filled again: all threads are done with the first `done` steps.
+    __device__ __forceinline__ void refill(int done) {
+      if (threadIdx.x != 0) return;
+#pragma unroll 1
+      for (; filled < min(done + STAGES, ALL_STEPS); ++filled) start(filled);
+    }
+  };
+
+  // Sums of nothing: a product that begins them would do, but in a loop it would keep their registers occupied from the kernel's start on.
+  template <int N, int TILES>
+  static __device__ __forceinline__ void clear(float (&sums)[N][TILES][4]) {
+#pragma unroll
+    for (int row = 0; row < N; ++row) {
+#pragma unroll
+      for (int i = 0; i < TILES * 4; ++i) sums[row][i / 4][i % 4] = 0.0f;
+      keep_in_registers(sums[row]);
+    }
+  }
+
+  // The next step of the ring, which lies in buffer `stage` and is of round `round`, with the rows of operand A from `a` on: starts it, waits until the
+  // step before is done for all (DONE: it is for this warp), and has the buffer of that filled again. begun: whether it adds to sums, as those of the output do to the bias; last:
+  // whether a barrier follows anyway.
+  template <typename P, bool DONE, int TILES>
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], Ring& ring, int stage, int round,
+                                                  unsigned long long a, bool begun, bool last) {
+    using Product = WarpgroupProduct<P>;
+    const unsigned long long b = matrix_descriptor<Product::ROW>(ring.shared + C::RING + stage * C::RING_TILE);
+    wait_for_bulk_copy(ring.shared + C::BARRIERS + 2 * stage, round % 2);
+    wgmma_fence();
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row, a += Product::ROWS_OF_A) {
+#pragma unroll
+      for (int k = 0; k < P::SUM_TILE / 16; ++k) {
+        if constexpr (OPERANDS == 2) {
+          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, begun || k > 0);
+          wgmma(Format{}, rest[row], a + 2 * k, b + Product::B_OPERAND / 4 + 2 * k, true);
+        }
+        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, begun || k > 0 || SAME<P, Out>);
+      }
+    }
+    wgmma_commit();
+    if constexpr (!DONE) wgmma_wait<1>();
+    if (!last) {
+      __syncthreads();  // the step before is done for all
+      ring.refill(ring.step);
+    }
+    ++ring.step;
+    if (++ring.stage == STAGES) ring.stage = 0, ++ring.round;
+  }
+
+  // One of a column tile's steps that are apart in a loop: tile `sum_tile` of the sum.
+  template <bool DONE>
+  static __device__ __forceinline__ void multiply_one(float (&acc)[ROWS][FIRST_TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4], Ring& ring, int sum_tile) {
+    const unsigned long long a = First::rows(ring.shared, ring.warpgroup * ROWS) + First::tile_of_sum(sum_tile);
+    multiply<Qkv, DONE>(acc, rest, ring, ring.stage, ring.round, a, true, First::SUM_TILES > 1 && sum_tile == First::SUM_TILES - 1);
+  }
+
+  // All of a column tile's steps. Where the ring goes round in them, each one's buffer is a constant.
+  template <typename P, int TILES>
+  static __device__ __forceinline__ void multiply_all(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], Ring& ring) {
+    using Product = WarpgroupProduct<P>;
+    constexpr bool FIRST = SAME<P, Qkv>, ROUND = Product::SUM_TILES % STAGES == 0 && STAGES % Product::TILES_OF_A == 0 && (FIRST || FIRST_STEPS % STAGES == 0);
+    constexpr int TOGETHER = ROUND ? STAGES : Product::TILES_OF_A;
+    const unsigned long long a = Product::rows(ring.shared + (FIRST ? 0 : C::ATTENDED), ring.warpgroup * ROWS);
+    const int round = ring.round;
+    constexpr bool CLEAR = Product::SUM_TILES > TOGETHER;
+    if constexpr (CLEAR && FIRST) clear(acc);
+    if constexpr (CLEAR && OPERANDS == 2) clear(rest);
+#pragma unroll 1
+    for (int turn = 0; turn < Product::SUM_TILES / TOGETHER; ++turn)
+#pragma unroll
+      for (int next = 0; next < TOGETHER; ++next)
+        multiply<P, false>(acc, rest, ring, ROUND ? next : ring.stage, ROUND ? round + turn : ring.round, a + turn * Product::tile_of_sum(TOGETHER) + Product::tile_of_sum(next),
+                           CLEAR || turn + next > 0, FIRST && Product::SUM_TILES > 1 && turn * TOGETHER + next == Product::SUM_TILES - 1);
+  }
+
+  // Waits for all products, and adds up what they are in two parts.
+  template <int TILES>
+  static __device__ __forceinline__ void finish(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4]) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      keep_in_registers(acc[row]);
+      if constexpr (OPERANDS == 2) {
+        keep_in_registers(rest[row]);
+#pragma unroll
+        for (int j = 0; j < TILES; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[row][j][c] = fmaf(rest[row][j][c], 1.0f / Math::SCALE, acc[row][j][c]);
+      }
+    }
+  }
+
+  // The accumulators of a group of heads: queries into registers, in units of the exponent; keys and values of the block's row tiles, from `tile` on, into
+  // shared memory.
+  static __device__ __forceinline__ void hand_on(Softmax (&softmax)[GROUP], float (&acc)[ROWS][FIRST_TILES][4], float* keys, float* values, int tile, int lane) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int each = 0; each < GROUP; ++each) {
+        float(&own)[3 * STEPS][4] = reinterpret_cast<float(&)[3 * STEPS][4]>(acc[row][each * 3 * STEPS]);
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) own[j][c] *= C::EXPONENT_SCALE;
+        softmax[each].hold_query(row, own);
+        if (tile + row < KEPT_TILES) Softmax::store_keys(keys + each * HEAD_WORDS, values + each * HEAD_WORDS, tile + row, lane, own);
+      }
+    if constexpr (S::BY_WARPGROUPS) fence_async_proxy();
+  }
+
+  // A head's result, to its place or to scratch. Places take two fragments at once: `held` has the first of two.
+  static __device__ __forceinline__ void keep_result(const Softmax& softmax, float (&held)[ROWS][OPERANDS][4], float* a, float* scratch, int tile, int end, int head, int lane) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+      softmax.result(row, [&](int step, const float(&quads)[OPERANDS][4]) {
+        const int at = head * (STEPS / 2) + step;
+#pragma unroll
+        for (int which = 0; which < OPERANDS; ++which) {
+          if constexpr (C::SCRATCH) {
+            if (tile + row < end) store_global(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
+          } else {
+            if (at % 2 == 1) {
+              const float both[2][4] = {{held[row][which][0], held[row][which][1], held[row][which][2], held[row][which][3]}, {quads[which][0], quads[which][1], quads[which][2], quads[which][3]}};
+              Second::store_fragments(a, which, 16 * position(tile + row), at / 2, lane, both);
+            }
+#pragma unroll
+            for (int word = 0; word < 4; ++word) held[row][which][word] = quads[which][word];
+          }
+        }
+      });
+  }
+
+  // What is left of operand A of the output product: from scratch all, where a lane reads what it has written; else a last fragment, and zeros.
+  static __device__ __forceinline__ void fill(const float (&held)[ROWS][OPERANDS][4], float* a, const float* scratch, int tile, int end, int lane) {
+    constexpr int FIRST = C::SCRATCH ? 0 : C::INNER / 32;
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll 8
+      for (int at = FIRST * OPERANDS; at < Out::SUM / 32 * OPERANDS; ++at) {
+        const int pair = at / OPERANDS, which = at % OPERANDS;
+        float quads[2][4] = {};
+        if constexpr (C::SCRATCH) {
+#pragma unroll
+          for (int next = 0; next < 2; ++next) {
+            const int page = (2 * pair + next) * OPERANDS + which;
+            if (tile + row < end && page < PAGES) load(quads[next], scratch + (row * PAGES + page) * 128 + 4 * lane);
+          }
+        } else if (C::INNER % 32 != 0 && pair == FIRST) {
+#pragma unroll
+          for (int word = 0; word < 4; ++word) quads[0][word] = held[row][which][word];
+        }
+        Second::store_fragments(a, which, 16 * position(tile + row), pair, lane, quads);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void run(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const float* packed_qkv, float* attended, Element* y, const float* packed_out, const Element* __restrict__ out_bias, int row_tiles, float* shared) {
+    const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * ROWS, first_tile = static_cast<int>(blockIdx.x) * BLOCK_TILES;
+    const int end = min(row_tiles - first_tile, BLOCK_TILES);  // of the block's row tiles
+    Ring ring{shared, packed_qkv, packed_out, __shfl_sync(ALL_LANES, static_cast<int>(threadIdx.x) / 128, 0), 0, 0, 0, 0};  // by a shuffle: the compiler then knows that lanes agree
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < STAGES; ++stage) init_barrier(shared + C::BARRIERS + 2 * stage);
+      publish_barriers();
+      wait_for_previous_kernel();  // the weights are packed; the barrier below has all threads behind this
+    }
+    ring.refill(0);
+    normalise_by_groups<C>(x, norm_weight, norm_bias, first_tile, first_tile + end,
+                           [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { First::store_row(shared, 16 * position(row_tile) + row, channel, values); });
+    fence_async_proxy();
+    __syncthreads();  // operand A and the barriers are there for all
+
+    float *const keys = shared + C::KEYS, *const values = shared + C::VALUES;
+    // A warp without tokens takes part in all: its first key is another warp's, and its result is not stored.
+    const int first_key = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
+    float* const scratch = C::SCRATCH ? attended + static_cast<long long>(first_tile + tile) * (PAGES * 128) : nullptr;
+    float held[ROWS][OPERANDS][4] = {};
+    Softmax softmax[GROUP];
+    OutputTiles<C, SECOND_TILES, true> tiles[ROWS];
+    const auto read_residual = [&](int column) {
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
+    };
+    constexpr bool AHEAD = C::HEADS == GROUP;  // of attention: sums of other heads need no registers then
+    {
+      float beside[ROWS][FIRST_TILES][4], rests_beside[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // sums of the next heads
+#pragma unroll 1
+      for (int head = 0; head < C::HEADS; head += GROUP) {
+        float sums[ROWS][FIRST_TILES][4], rests[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // of these alone, so that attention has their registers
+        auto& acc = C::OVERLAP ? beside : sums;
+        auto& rest = C::OVERLAP ? rests_beside : rests;
+        if (!C::OVERLAP || head == 0) multiply_all<Qkv>(acc, rest, ring);
+        finish(acc, rest);
+        if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the heads before
+        hand_on(softmax, acc, keys, values, tile, lane);
+        if constexpr (C::OVERLAP) clear(beside);
+        if constexpr (C::OVERLAP && OPERANDS == 2) clear(rests_beside);
+        if constexpr (AHEAD) read_residual(0);
+        __syncthreads();  // keys and values are there for all
+        ring.refill(ring.step);
+        int next = 0;  // tile of the sum of the next heads
+#pragma unroll
+        for (int each = 0; each < GROUP; ++each) {
+          // Beside a tile of keys, behind its scores, so that these do not wait for the matrix unit.
+          const auto multiply_next = [&](int key_step) {
+            if constexpr (C::OVERLAP) {
+              constexpr int ALL_KEY_STEPS = GROUP * KEY_STEPS;
+              const int until = head + GROUP < C::HEADS ? ceil_div((each * KEY_STEPS + key_step + 1) * First::SUM_TILES, ALL_KEY_STEPS) : 0;
+              if (next >= until) return;
+              multiply_one<S::BY_WARPGROUPS>(acc, rest, ring, next++);
+              if constexpr (First::SUM_TILES > ALL_KEY_STEPS) {
+#pragma unroll 1
+                for (; next < until; ++next) multiply_one<false>(acc, rest, ring, next);
+              }
+            }
+          };
+          softmax[each].begin();
+          softmax[each].run(keys + each * HEAD_WORDS + first_key, values + each * HEAD_WORDS + first_key, lane, multiply_next);
+          keep_result(softmax[each], held, shared + C::ATTENDED, scratch, tile, end, head + each, lane);
+        }
+      }
+      wgmma_wait<0>();  // there are none: this tells the compiler
+    }
+
+    fill(held, shared + C::ATTENDED, scratch, tile, end, lane);
+    fence_async_proxy();
+    __syncthreads();
+#pragma unroll 1
+    for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
+      const int column = turn * Out::COLUMNS;
+      if (!AHEAD || turn > 0) read_residual(column);
+      float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].begin(acc[row], out_bias, column, lane);
+      multiply_all<Out>(acc, rest, ring);
+      finish(acc, rest);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+        tiles[row].after(x, y, nullptr, first_tile + tile + row, first_tile + end, column, lane, acc[row]);
+    }
+  }
+};
+
 // Rows: sequences of 128 tokens, 256 elements apart.
-struct StagedRow {
+struct StreamedRow {
   static constexpr int DIM = 256, HEADS = 8, HEAD_DIM = 32, LENGTH = 128;
   static constexpr int PADDED_HEAD_DIM = 32, INNER = 256;  // INNER: of all heads, padded
   static constexpr int TILES = 8, ROW_TILE = 512;  // of 16 tokens in a sequence; words of one for a head, in scratch
@@ -1567,27 +1856,35 @@ struct StagedRow {
   static constexpr float EXPONENT_SCALE = 2.550348616e-01f;  // log2(e) / sqrt(HEAD_DIM)
   using Math = HalfCore<Fp16, 2>;
 
+  static constexpr int SEQUENCES = 1;  // of a block
+  static constexpr int HEAD_GROUP = 1;  // heads whose QKV product is one column tile
+  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
+  static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
+  // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
+  static constexpr int ATTENDED = 0, RING = 32768, RING_TILE = 4096, KEYS = 49152, VALUES = 53248, BARRIERS = 57344;
+
   struct Qkv {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 1;
+    static constexpr int ROW_TILES = 8, COLUMNS = 96, SUM_TILE = 32, STAGES = 4;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 12, THREADS = 256, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 768, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 4, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 24576;  // of eight weights, to pack
-    static constexpr int NORM_PAIRS = 4;  // of tokens that a warp normalises at once
-    // Shared memory, in words: operand A, the buffers, and a barrier for each
-    static constexpr int BUFFERS = 32768, B_TILE = 8192, BARRIERS = 57344;
+    static constexpr int NORM_LANES = 8, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
+    static constexpr int B_TILE = 3072;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
-      return column < ALL_COLUMNS && k < DIM ? weight + column * DIM + k : nullptr;
+      const int head = column / (3 * PADDED_HEAD_DIM), which = column / PADDED_HEAD_DIM % 3, within = column % PADDED_HEAD_DIM;  // which: q, k or v
+      return k < DIM && within < HEAD_DIM ? weight + ((which * HEADS + head) * HEAD_DIM + within) * DIM + k : nullptr;
     }
   };
 
   struct Streamed {
+    static constexpr bool BY_WARPGROUPS = false;
     using Products = HalfStream<Fp16, 2>;
     template <int STEPS>
     using Query = Products::HeldQuery<STEPS>;
-    static constexpr int WARPS = 4, ROWS = 2, MIN_BLOCKS = 3;  // ROWS: row tiles of a warp
+    static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 1;  // ROWS: row tiles of a warp
     static constexpr int KEY_TILE = 16, STAGES = 1;  // one for all keys
     static constexpr int KEY_WORDS = 512, VALUE_WORDS = 512;  // of a tile of keys in shared memory
     static constexpr int VALUES = 4096, BUFFER = 8192;  // in words: start of a buffer's values, its size
@@ -1602,15 +1899,16 @@ struct StagedRow {
 
   struct Out {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
+    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 32, STAGES = 4;  // of a block
     static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 256, PARTS = 1;  // padded sum; columns, and blocks that share them
-    static constexpr int COPY = 4, RUN = 4;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int COPY = 2, RUN = 4;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 8192;  // of eight weights, to pack
-    // Shared memory, in words: operand A, the buffers, and a barrier for each
-    static constexpr int BUFFERS = 32768, B_TILE = 8192, BARRIERS = 57344;
+    static constexpr int B_TILE = 4096;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
+      // Operand A's order of the sum: WarpgroupProduct::store_fragments
+      k = k / 64 * 64 + k / 8 % 2 * 32 + k % 8 / 2 * 8 + k % 64 / 16 * 2 + k % 2;
       return column < DIM && k < INNER ? weight + column * DIM + k : nullptr;
     }
   };
@@ -1622,7 +1920,7 @@ struct StagedRow {
 };
 
 // Columns: sequences of 128 tokens, 32768 elements apart.
-struct StagedColumn {
+struct StreamedColumn {
   static constexpr int DIM = 256, HEADS = 8, HEAD_DIM = 32, LENGTH = 128;
   static constexpr int PADDED_HEAD_DIM = 32, INNER = 256;  // INNER: of all heads, padded
   static constexpr int TILES = 8, ROW_TILE = 512;  // of 16 tokens in a sequence; words of one for a head, in scratch
@@ -1630,27 +1928,35 @@ struct StagedColumn {
   static constexpr float EXPONENT_SCALE = 2.550348616e-01f;  // log2(e) / sqrt(HEAD_DIM)
   using Math = HalfCore<Fp16, 2>;
 
+  static constexpr int SEQUENCES = 1;  // of a block
+  static constexpr int HEAD_GROUP = 1;  // heads whose QKV product is one column tile
+  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
+  static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
+  // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
+  static constexpr int ATTENDED = 0, RING = 32768, RING_TILE = 4096, KEYS = 49152, VALUES = 53248, BARRIERS = 57344;
+
   struct Qkv {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 1;
+    static constexpr int ROW_TILES = 8, COLUMNS = 96, SUM_TILE = 32, STAGES = 4;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 12, THREADS = 256, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 768, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 4, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 24576;  // of eight weights, to pack
-    static constexpr int NORM_PAIRS = 4;  // of tokens that a warp normalises at once
-    // Shared memory, in words: operand A, the buffers, and a barrier for each
-    static constexpr int BUFFERS = 32768, B_TILE = 8192, BARRIERS = 57344;
+    static constexpr int NORM_LANES = 8, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
+    static constexpr int B_TILE = 3072;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
-      return column < ALL_COLUMNS && k < DIM ? weight + column * DIM + k : nullptr;
+      const int head = column / (3 * PADDED_HEAD_DIM), which = column / PADDED_HEAD_DIM % 3, within = column % PADDED_HEAD_DIM;  // which: q, k or v
+      return k < DIM && within < HEAD_DIM ? weight + ((which * HEADS + head) * HEAD_DIM + within) * DIM + k : nullptr;
     }
   };
 
   struct Streamed {
+    static constexpr bool BY_WARPGROUPS = false;
     using Products = HalfStream<Fp16, 2>;
     template <int STEPS>
     using Query = Products::HeldQuery<STEPS>;
-    static constexpr int WARPS = 4, ROWS = 2, MIN_BLOCKS = 3;  // ROWS: row tiles of a warp
+    static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 1;  // ROWS: row tiles of a warp
     static constexpr int KEY_TILE = 16, STAGES = 1;  // one for all keys
     static constexpr int KEY_WORDS = 512, VALUE_WORDS = 512;  // of a tile of keys in shared memory
     static constexpr int VALUES = 4096, BUFFER = 8192;  // in words: start of a buffer's values, its size
@@ -1665,15 +1971,16 @@ struct StagedColumn {
 
   struct Out {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 64, STAGES = 3;  // of a block
+    static constexpr int ROW_TILES = 8, COLUMNS = 128, SUM_TILE = 32, STAGES = 4;  // of a block
     static constexpr int WARP_COLUMN_TILES = 16, THREADS = 256, MIN_BLOCKS = 1;
     static constexpr int SUM = 256, ALL_COLUMNS = 256, PARTS = 1;  // padded sum; columns, and blocks that share them
-    static constexpr int COPY = 4, RUN = 4;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int COPY = 2, RUN = 4;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 8192;  // of eight weights, to pack
-    // Shared memory, in words: operand A, the buffers, and a barrier for each
-    static constexpr int BUFFERS = 32768, B_TILE = 8192, BARRIERS = 57344;
+    static constexpr int B_TILE = 4096;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
+      // Operand A's order of the sum: WarpgroupProduct::store_fragments
+      k = k / 64 * 64 + k / 8 % 2 * 32 + k % 8 / 2 * 8 + k % 64 / 16 * 2 + k % 2;
       return column < DIM && k < INNER ? weight + column * DIM + k : nullptr;
     }
   };
@@ -1686,60 +1993,34 @@ struct StagedColumn {
   }
 };
 
+// Kernel 0: packs the weights of all products by warpgroups, of all axes
 extern "C" __global__ void __launch_bounds__(128)
-axial_row_pack(const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, Element* packed_qkv, Element* packed_out, int chunks) {
+axial_pack(const Element* __restrict__ row_qkv_weight, const Element* __restrict__ row_out_weight, const Element* __restrict__ col_qkv_weight, const Element* __restrict__ col_out_weight, Element* row_packed_qkv, Element* row_packed_out, Element* col_packed_qkv, Element* col_packed_out, int chunks) {
+  allow_next_kernel();
   int chunk = blockIdx.x * 128 + threadIdx.x;
   if (chunk >= chunks) return;
-if (chunk < StagedRow::Qkv::CHUNKS) return WarpgroupProduct<StagedRow::Qkv>::pack(qkv_weight, words(packed_qkv), chunk);
-  chunk -= StagedRow::Qkv::CHUNKS;
-WarpgroupProduct<StagedRow::Out>::pack(out_weight, words(packed_out), chunk);
+  if (chunk < StreamedRow::Qkv::CHUNKS) return WarpgroupProduct<StreamedRow::Qkv>::pack(row_qkv_weight, words(row_packed_qkv), chunk);
+  chunk -= StreamedRow::Qkv::CHUNKS;
+  if (chunk < StreamedRow::Out::CHUNKS) return WarpgroupProduct<StreamedRow::Out>::pack(row_out_weight, words(row_packed_out), chunk);
+  chunk -= StreamedRow::Out::CHUNKS;
+  if (chunk < StreamedColumn::Qkv::CHUNKS) return WarpgroupProduct<StreamedColumn::Qkv>::pack(col_qkv_weight, words(col_packed_qkv), chunk);
+  chunk -= StreamedColumn::Qkv::CHUNKS;
+  WarpgroupProduct<StreamedColumn::Out>::pack(col_out_weight, words(col_packed_out), chunk);
 }
 
-extern "C" __global__ void __launch_bounds__(StagedRow::Qkv::THREADS, StagedRow::Qkv::MIN_BLOCKS)
-axial_row_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv,
-              Element* query, Element* key, Element* value, int row_tiles) {
+extern "C" __global__ void __launch_bounds__(StreamedRow::Qkv::THREADS, StreamedRow::Qkv::MIN_BLOCKS)
+axial_row_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* attended, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
   extern __shared__ __align__(1024) float shared[];
-  warpgroup_qkv<StagedRow>(x, norm_weight, norm_bias, words(packed_qkv), words(query), words(key), words(value), row_tiles, shared);
+  allow_next_kernel();
+  Resident<StreamedRow>::run(x, norm_weight, norm_bias, words(packed_qkv), words(attended), y, words(packed_out), out_bias, row_tiles, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * StagedRow::Streamed::WARPS, StagedRow::Streamed::MIN_BLOCKS)
-axial_row_attention(const Element* query, const Element* key, const Element* value, Element* attended, int sequences) {
+extern "C" __global__ void __launch_bounds__(StreamedColumn::Qkv::THREADS, StreamedColumn::Qkv::MIN_BLOCKS)
+axial_col_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* attended, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
   extern __shared__ __align__(1024) float shared[];
-  StreamedAttention<StagedRow>::run(words(query), words(key), words(value), words(attended), shared);
-}
-
-extern "C" __global__ void __launch_bounds__(StagedRow::Out::THREADS, StagedRow::Out::MIN_BLOCKS)
-axial_row_out(const Element* attended, const Element* x, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
-  extern __shared__ __align__(1024) float shared[];
-  warpgroup_output<StagedRow>(words(attended), x, y, words(packed_out), out_bias, row_tiles, shared);
-}
-
-extern "C" __global__ void __launch_bounds__(128)
-axial_col_pack(const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, Element* packed_qkv, Element* packed_out, int chunks) {
-  int chunk = blockIdx.x * 128 + threadIdx.x;
-  if (chunk >= chunks) return;
-if (chunk < StagedColumn::Qkv::CHUNKS) return WarpgroupProduct<StagedColumn::Qkv>::pack(qkv_weight, words(packed_qkv), chunk);
-  chunk -= StagedColumn::Qkv::CHUNKS;
-WarpgroupProduct<StagedColumn::Out>::pack(out_weight, words(packed_out), chunk);
-}
-
-extern "C" __global__ void __launch_bounds__(StagedColumn::Qkv::THREADS, StagedColumn::Qkv::MIN_BLOCKS)
-axial_col_qkv(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv,
-              Element* query, Element* key, Element* value, int row_tiles) {
-  extern __shared__ __align__(1024) float shared[];
-  warpgroup_qkv<StagedColumn>(x, norm_weight, norm_bias, words(packed_qkv), words(query), words(key), words(value), row_tiles, shared);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * StagedColumn::Streamed::WARPS, StagedColumn::Streamed::MIN_BLOCKS)
-axial_col_attention(const Element* query, const Element* key, const Element* value, Element* attended, int sequences) {
-  extern __shared__ __align__(1024) float shared[];
-  StreamedAttention<StagedColumn>::run(words(query), words(key), words(value), words(attended), shared);
-}
-
-extern "C" __global__ void __launch_bounds__(StagedColumn::Out::THREADS, StagedColumn::Out::MIN_BLOCKS)
-axial_col_out(const Element* attended, const Element* x, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
-  extern __shared__ __align__(1024) float shared[];
-  warpgroup_output<StagedColumn>(words(attended), x, y, words(packed_out), out_bias, row_tiles, shared);
+  allow_next_kernel();
+  wait_for_previous_kernel();  // which writes x
+  Resident<StreamedColumn>::run(x, norm_weight, norm_bias, words(packed_qkv), words(attended), y, words(packed_out), out_bias, row_tiles, shared);
 }
 
 '''
@@ -1837,89 +2118,52 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   if (aoti_torch_get_current_cuda_stream(device, &current) != 0) refuse("PyTorch gave no current CUDA stream");
   const cudaStream_t stream = static_cast<cudaStream_t>(current);
   Element* out = static_cast<Element*>(y.mutable_data_ptr());
-  const Tensor query_buffer = torch::stable::new_empty(x, {batch * int64_t{4194304} });
-  Element* const query = static_cast<Element*>(query_buffer.mutable_data_ptr());
-  const Tensor key_buffer = torch::stable::new_empty(x, {batch * int64_t{4194304} });
-  Element* const key = static_cast<Element*>(key_buffer.mutable_data_ptr());
-  const Tensor value_buffer = torch::stable::new_empty(x, {batch * int64_t{4194304} });
-  Element* const value = static_cast<Element*>(value_buffer.mutable_data_ptr());
   const Tensor attended_buffer = torch::stable::new_empty(x, {batch * int64_t{4194304} });
   Element* const attended = static_cast<Element*>(attended_buffer.mutable_data_ptr());
-  const Tensor packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{196608} });
-  Element* const packed_qkv = static_cast<Element*>(packed_qkv_buffer.mutable_data_ptr());
-  const Tensor packed_out_buffer = torch::stable::new_empty(x, {int64_t{65536} });
-  Element* const packed_out = static_cast<Element*>(packed_out_buffer.mutable_data_ptr());
+  const Tensor row_packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{196608} });
+  Element* const row_packed_qkv = static_cast<Element*>(row_packed_qkv_buffer.mutable_data_ptr());
+  const Tensor row_packed_out_buffer = torch::stable::new_empty(x, {int64_t{65536} });
+  Element* const row_packed_out = static_cast<Element*>(row_packed_out_buffer.mutable_data_ptr());
+  const Tensor col_packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{196608} });
+  Element* const col_packed_qkv = static_cast<Element*>(col_packed_qkv_buffer.mutable_data_ptr());
+  const Tensor col_packed_out_buffer = torch::stable::new_empty(x, {int64_t{65536} });
+  Element* const col_packed_out = static_cast<Element*>(col_packed_out_buffer.mutable_data_ptr());
   {
-    // Rows: 128 chunks a block
+    // Packing: 128 chunks a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_pack, 0, device, allowed);
-    const int chunks = 32768;
+    allow_shared(axial_pack, 0, device, allowed);
+    const int chunks = 65536;
     const int64_t blocks = (static_cast<int64_t>(chunks) + 127) / 128;
     cudaLaunchConfig_t config = grid(blocks, 128, 0, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_pack, data(row_qkv_weight), data(row_out_weight), packed_qkv, packed_out, chunks), "axial_row_pack could not be launched");
+    check(cudaLaunchKernelEx(&config, axial_pack, data(row_qkv_weight), data(row_out_weight), data(col_qkv_weight), data(col_out_weight), row_packed_qkv, row_packed_out, col_packed_qkv, col_packed_out, chunks), "axial_pack could not be launched");
   }
   {
     // Rows: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_qkv, 229400, device, allowed);
+    allow_shared(axial_row_block, 229408, device, allowed);
     const int row_tiles = static_cast<int>(batch * 1024);
     const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 229400, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_qkv, data(x), data(row_norm_weight), data(row_norm_bias), packed_qkv, query, key, value, row_tiles), "axial_row_qkv could not be launched");
-  }
-  {
-    // Rows: 1 sequence a block, 8 blocks for each
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_attention, 32768, device, allowed);
-    const int sequences = static_cast<int>(batch * 128);
-    const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1 * 8;
-    cudaLaunchConfig_t config = grid(blocks, 128, 32768, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_attention, query, key, value, attended, sequences), "axial_row_attention could not be launched");
-  }
-  {
-    // Rows: 8 row_tiles a block
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_out, 229400, device, allowed);
-    const int row_tiles = static_cast<int>(batch * 1024);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 229400, stream);
-    check(cudaLaunchKernelEx(&config, axial_row_out, attended, data(x), out, packed_out, data(row_out_bias), row_tiles), "axial_row_out could not be launched");
-  }
-  {
-    // Columns: 128 chunks a block
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_pack, 0, device, allowed);
-    const int chunks = 32768;
-    const int64_t blocks = (static_cast<int64_t>(chunks) + 127) / 128;
-    cudaLaunchConfig_t config = grid(blocks, 128, 0, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_pack, data(col_qkv_weight), data(col_out_weight), packed_qkv, packed_out, chunks), "axial_col_pack could not be launched");
+    cudaLaunchConfig_t config = grid(blocks, 256, 229408, stream);
+    cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, axial_row_block, data(x), data(row_norm_weight), data(row_norm_bias), row_packed_qkv, attended, out, row_packed_out, data(row_out_bias), row_tiles), "axial_row_block could not be launched");
   }
   {
     // Columns: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_qkv, 229400, device, allowed);
+    allow_shared(axial_col_block, 229408, device, allowed);
     const int row_tiles = static_cast<int>(batch * 1024);
     const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 229400, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_qkv, out, data(col_norm_weight), data(col_norm_bias), packed_qkv, query, key, value, row_tiles), "axial_col_qkv could not be launched");
-  }
-  {
-    // Columns: 1 sequence a block, 8 blocks for each
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_attention, 32768, device, allowed);
-    const int sequences = static_cast<int>(batch * 128);
-    const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1 * 8;
-    cudaLaunchConfig_t config = grid(blocks, 128, 32768, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_attention, query, key, value, attended, sequences), "axial_col_attention could not be launched");
-  }
-  {
-    // Columns: 8 row_tiles a block
-    static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_out, 229400, device, allowed);
-    const int row_tiles = static_cast<int>(batch * 1024);
-    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 229400, stream);
-    check(cudaLaunchKernelEx(&config, axial_col_out, attended, out, out, packed_out, data(col_out_bias), row_tiles), "axial_col_out could not be launched");
+    cudaLaunchConfig_t config = grid(blocks, 256, 229408, stream);
+    cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, axial_col_block, out, data(col_norm_weight), data(col_norm_bias), col_packed_qkv, attended, out, col_packed_out, data(col_out_bias), row_tiles), "axial_col_block could not be launched");
   }
   return y;
 }

@@ -4,22 +4,24 @@ Row attention, then column attention over (batch, height, width, dim), with Laye
 axis. Tuned for batch 64; any batch is computed.
 
 Configuration:
-    row: family resident, math bf16, rows 1, sequences 4, overlap False, sum_tile 64, stages 4, attention mma, key_tile
-         32, sums product, polynomial 2, result shared, out_columns 8, blocks 2, dependent_launch True
-    col: family resident, math bf16, rows 1, sequences 4, overlap False, sum_tile 64, stages 4, attention mma, key_tile
-         32, sums product, polynomial 2, result shared, out_columns 8, blocks 2, dependent_launch True
+    row: family resident, math bf16, rows 1, sequences 4, head_group 4, overlap False, sum_tile 64, stages 2, attention
+         mma, key_tile 32, sums product, polynomial 1, result shared, out_columns 8, blocks 2, dependent_launch
+         True
+    col: family resident, math bf16, rows 1, sequences 4, head_group 4, overlap False, sum_tile 64, stages 2, attention
+         mma, key_tile 32, sums product, polynomial 1, result shared, out_columns 8, blocks 2, dependent_launch
+         True
 
 Measured on NVIDIA H200.
-    device time: 33.67 +- 0.08 us
-    device time, L2 flushed: 38.40 us
-    wall time of a call: 68.59 us
-    default configuration, device time: 34.82 us
-    PyTorch (torch.compile), device time: 279.48 us
-    PyTorch (torch.compile), wall time of a call: 1022.76 us
+    device time: 27.63 +- 0.05 us
+    device time, L2 flushed: 32.69 us
+    wall time of a call: 52.92 us
+    default configuration, device time: 28.65 us
+    PyTorch (torch.compile), device time: 282.38 us
+    PyTorch (torch.compile), wall time of a call: 1644.30 us
     error against float64: 3.2e-02 of the output's scale
 Command: python cli.py tune --storage none --dim 64 --heads 4 --batch 64 --dtype bfloat16 --fix family=resident --budget
 15
-Written 2026-11-30T04:25:50Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+Written 2026-11-30T08:20:11Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -53,14 +55,14 @@ SPEC = {
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "resident", "math": "bf16", "rows": 1, "sequences": 4, "overlap": False, "sum_tile": 64, "stages": 4,
-        "attention": "mma", "key_tile": 32, "sums": "product", "polynomial": 2, "result": "shared", "out_columns": 8,
-        "blocks": 2, "dependent_launch": True,
+        "family": "resident", "math": "bf16", "rows": 1, "sequences": 4, "head_group": 4, "overlap": False,
+        "sum_tile": 64, "stages": 2, "attention": "mma", "key_tile": 32, "sums": "product", "polynomial": 1,
+        "result": "shared", "out_columns": 8, "blocks": 2, "dependent_launch": True,
     },
     "col": {
-        "family": "resident", "math": "bf16", "rows": 1, "sequences": 4, "overlap": False, "sum_tile": 64, "stages": 4,
-        "attention": "mma", "key_tile": 32, "sums": "product", "polynomial": 2, "result": "shared", "out_columns": 8,
-        "blocks": 2, "dependent_launch": True,
+        "family": "resident", "math": "bf16", "rows": 1, "sequences": 4, "head_group": 4, "overlap": False,
+        "sum_tile": 64, "stages": 2, "attention": "mma", "key_tile": 32, "sums": "product", "polynomial": 1,
+        "result": "shared", "out_columns": 8, "blocks": 2, "dependent_launch": True,
     },
 }
 KERNELS = [
@@ -74,13 +76,13 @@ KERNELS = [
         "items": "chunks", "blocks_per_group": 1, "fixed": 4096,
     },
     {
-        "name": "axial_row_block", "axis": "row", "threads": 256, "shared_bytes": 73760, "items_per_block": 8,
+        "name": "axial_row_block", "axis": "row", "threads": 256, "shared_bytes": 114704, "items_per_block": 8,
         "dependent_launch": True,
         "arguments": ("x", "norm_weight", "norm_bias", "row_packed_qkv", "y", "row_packed_out", "out_bias"),
         "items": "row_tiles", "blocks_per_group": 1,
     },
     {
-        "name": "axial_col_block", "axis": "col", "threads": 256, "shared_bytes": 73760, "items_per_block": 8,
+        "name": "axial_col_block", "axis": "col", "threads": 256, "shared_bytes": 114704, "items_per_block": 8,
         "dependent_launch": True,
         "arguments": ("x", "norm_weight", "norm_bias", "col_packed_qkv", "y", "col_packed_out", "out_bias"),
         "items": "row_tiles", "blocks_per_group": 1,
@@ -91,10 +93,10 @@ PACKED = {"row_packed_qkv": 12288, "row_packed_out": 4096, "col_packed_qkv": 122
 PROVENANCE = {
     "measured": True,
     "command": "python cli.py tune --storage none --dim 64 --heads 4 --batch 64 --dtype bfloat16 --fix family=resident --budget 15",
-    "date": "2026-11-30T04:25:50Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 33.67199997107188,
-    "spread_us": 0.07866695523262024, "cold_us": 38.40000182390213, "wall_us": 68.59182978727635,
-    "default_us": 34.82133398453394, "pytorch_us": 279.47600185871124, "pytorch_wall_us": 1022.763800000348,
+    "date": "2026-11-30T08:20:11Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 27.632000545660656,
+    "spread_us": 0.04766695201396942, "cold_us": 32.68799930810928, "wall_us": 52.91624264688387,
+    "default_us": 28.647998968760174, "pytorch_us": 282.3840081691742, "pytorch_wall_us": 1644.3013749984914,
     "pytorch_form": "torch.compile", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
     "error": 0.03202900783188538, "partial": False, "note": "The default configuration is the fastest.",
 }
@@ -132,6 +134,13 @@ template <typename T, int N>
 __device__ __forceinline__ void store(float* to, const T (&from)[N]) {
   using V = typename Vector<N>::Type;
   *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
+}
+
+// The same to global memory, by one instruction: the compiler takes some plain stores of several words apart.
+template <typename T, int N>
+__device__ __forceinline__ void store_global(float* to, const T (&from)[N]) {
+  using V = typename Vector<N>::Type;
+  __stcg(reinterpret_cast<V*>(to), *reinterpret_cast<const V*>(from));
 }
 
 // Weights do not change while a kernel runs, so their loads may go through the read-only cache.
@@ -361,11 +370,12 @@ __device__ __forceinline__ void store(Element* to, const Word (&words)[N]) {
 }
 
 template <int N>
-__device__ __forceinline__ void store(Element* to, const float (&from)[N]) {
+__device__ __forceinline__ void store_global(Element* to, const float (&from)[N]) {
+  using V = typename WordVector<N / 2>::Type;
   Word words[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) words[i] = Element::pack(from[2 * i], from[2 * i + 1]);
-  store(to, words);
+  __stcg(reinterpret_cast<V*>(to), *reinterpret_cast<const V*>(words));
 }
 
 // Those of 2 N neighbouring elements that exist: `from` has the index `index`, and `limit` is the first one that does not exist.
@@ -753,25 +763,6 @@ __device__ __forceinline__ int swizzled(int row, int index) { return row * ROW +
 
 __device__ __forceinline__ unsigned shared_address(const void* address) { return static_cast<unsigned>(__cvta_generic_to_shared(address)); }
 
-__device__ __forceinline__ void wgmma_bf16(float (&d)[6][4], unsigned long long a, unsigned long long b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %26, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23"
-      "}, %24, %25, p, 1, 1, 0, 0;\n"
-      "}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-
 __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], unsigned long long a, unsigned long long b, bool accumulate) {
   asm volatile(
       "{\n"
@@ -790,6 +781,47 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], unsigned long long 
         "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
         "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
         "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_bf16(float (&d)[24][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %98, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+      "}, %96, %97, p, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
+        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
+        "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3]),
+        "+f"(d[16][0]), "+f"(d[16][1]), "+f"(d[16][2]), "+f"(d[16][3]),
+        "+f"(d[17][0]), "+f"(d[17][1]), "+f"(d[17][2]), "+f"(d[17][3]),
+        "+f"(d[18][0]), "+f"(d[18][1]), "+f"(d[18][2]), "+f"(d[18][3]),
+        "+f"(d[19][0]), "+f"(d[19][1]), "+f"(d[19][2]), "+f"(d[19][3]),
+        "+f"(d[20][0]), "+f"(d[20][1]), "+f"(d[20][2]), "+f"(d[20][3]),
+        "+f"(d[21][0]), "+f"(d[21][1]), "+f"(d[21][2]), "+f"(d[21][3]),
+        "+f"(d[22][0]), "+f"(d[22][1]), "+f"(d[22][2]), "+f"(d[22][3]),
+        "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
@@ -1179,20 +1211,21 @@ struct StreamedSoftmax {
       }
   }
 
-  // Tile number `step` of the keys. meanwhile() runs when the scores are under way and the exponentials still to come.
-  template <typename Meanwhile>
+  // Tile number `step` of the keys. meanwhile() runs when the scores are under way and the exponentials still to come, where there is something
+  // to do BESIDE them: scores that are computed at one place of the code alone take fewer registers.
+  template <bool BESIDE, typename Meanwhile>
   __device__ __forceinline__ void add(const float* keys, const float* values, int step, int lane, Meanwhile meanwhile) {
     Weights weights;
     float p[ROWS][KEYS][4];
-    exponents(p, start, keys, step, lane);
-    meanwhile();
+    if constexpr (BESIDE) {
+      exponents(p, start, keys, step, lane);
+      meanwhile();
+    }
     float added[ROWS][2];
     bool outside = false;  // whether the references have been found not to serve
     do {
-      if (outside) {
-        refer(keys, step, lane);
-        exponents(p, start, keys, step, lane);
-      }
+      if (outside) refer(keys, step, lane);
+      if (!BESIDE || outside) exponents(p, start, keys, step, lane);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row)
 #pragma unroll
@@ -1218,7 +1251,7 @@ struct StreamedSoftmax {
   __device__ __forceinline__ void run(const float* keys, const float* values, int lane, Meanwhile meanwhile) {
 #pragma unroll 1
     for (int step = 0; step < KEY_STEPS; ++step) {
-      add(keys + step * S::KEY_WORDS, values + step * S::VALUE_WORDS, step, lane, [&]() { meanwhile(step); });
+      add<true>(keys + step * S::KEY_WORDS, values + step * S::VALUE_WORDS, step, lane, [&]() { meanwhile(step); });
     }
   }
 
@@ -1299,7 +1332,7 @@ __device__ __forceinline__ void load_channels(float (&to)[N], const Element* fro
 template <int DIM, int N>
 __device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
   if constexpr (DIM % N == 0) {
-    if (channel < DIM) store(to + channel, values);
+    if (channel < DIM) store_global(to + channel, values);
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i)
@@ -1322,6 +1355,16 @@ __device__ __forceinline__ void load_channels(Word (&to)[N], const Element* from
     if (channel < DIM) load(to, from + channel);
   } else {
     load_some<false>(to, from + channel, true, channel, DIM);
+  }
+}
+
+// The same by loads that stay on their side of a barrier.
+template <int DIM, int N>
+__device__ __forceinline__ void load_channels_here(Word (&to)[N], const Element* from, int channel) {
+  if constexpr (DIM % (2 * N) == 0) {
+    if (channel < DIM) load_here(to, static_cast<const void*>(from + channel));
+  } else {
+    load_channels<DIM>(to, from, channel);
   }
 }
 
@@ -1360,11 +1403,10 @@ struct WarpgroupProduct {
     for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / A_INDICES * A_TILE + swizzled(row, index % A_INDICES), words[which]);
   }
 
-  // Operand A's 64 rows number `rows` in tile `sum_tile` of the sum.
-  static __device__ __forceinline__ unsigned long long rows(const float* a, int sum_tile, int rows) {
-    const int index = sum_tile * P::SUM_TILE;
-    return matrix_descriptor(a + index / A_INDICES * A_TILE + rows * (64 * SWIZZLED_ROW)) + index % A_INDICES / 8;
-  }
+  // Operand A's 64 rows number `rows`, ROWS_OF_A from the 64 before; what tile `sum_tile` of the sum adds to that, and tiles in a swizzled row.
+  static constexpr int ROWS_OF_A = 64 * SWIZZLED_ROW / 4, TILES_OF_A = A_INDICES / P::SUM_TILE;
+  static __device__ __forceinline__ unsigned long long rows(const float* a, int rows) { return matrix_descriptor(a) + rows * ROWS_OF_A; }
+  static __device__ __forceinline__ int tile_of_sum(int sum_tile) { return sum_tile / TILES_OF_A * (A_TILE / 4) + sum_tile % TILES_OF_A * (P::SUM_TILE / 8); }
 
   // Two neighbouring fragments of 16 rows from `row` on, numbers 2 `pair` and 2 `pair` + 1 in the sum, into operand A: a lane has words (g, k), (g+8, k),
   // (g, k+8), (g+8, k+8) of each. A chunk is a row's four words of a lane, and the chunks of two pairs alternate: rows g and g+1, whose stores
@@ -1397,7 +1439,7 @@ struct WarpgroupProduct {
     fill(shared);
     fence_async_proxy();
     __syncthreads();  // operand A and the barriers are there for all
-    int step = 0;
+    int step = 0, stage = 0, round = 0;  // stage: the step's buffer; round: how often it has been used before
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
       const int column = (part + turn * P::PARTS) * P::COLUMNS;
@@ -1405,9 +1447,8 @@ struct WarpgroupProduct {
       float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
-        const int stage = step % P::STAGES;
-        const unsigned long long a = rows(shared, sum_tile, warpgroup), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
-        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, step / P::STAGES % 2);
+        const unsigned long long a = rows(shared, warpgroup) + tile_of_sum(sum_tile), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
+        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, round % 2);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < P::SUM_TILE / 16; ++k) {
@@ -1422,6 +1463,7 @@ struct WarpgroupProduct {
         wgmma_wait<1>();
         __syncthreads();  // the step before is done for all, and its buffer is free
         if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, packed, step - 1 + P::STAGES, part);
+        if (++stage == P::STAGES) stage = 0, ++round;
       }
       wgmma_wait<0>();
       keep_in_registers(acc);
@@ -1562,7 +1604,8 @@ __device__ __forceinline__ void normalise_by_groups(const Element* x, const Elem
 // An element of y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x
 // behind earlier stores to y: the residuals of up to 8 column tiles are read before the first store, so that they wait for memory
 // together, and all of them before the product (`before`) where they take few registers.
-template <typename C, int TILES>
+// BEGUN: sums begin with the bias, so that nobody waits for it behind the product.
+template <typename C, int TILES, bool BEGUN = false>
 struct OutputTiles {
   static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
   static_assert(TILES % TOGETHER == 0, "column tiles that go together");
@@ -1577,7 +1620,7 @@ struct OutputTiles {
       for (int run = 0; run < RUNS; ++run) {
 #pragma unroll
         for (int i = 0; i < RUN / PER_WORD; ++i) to[half][run][i] = Word(0);
-        if (tile < row_tiles && token < C::LENGTH) load_channels<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
+        if (tile < row_tiles && token < C::LENGTH) load_channels_here<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
       }
     }
   }
@@ -1586,6 +1629,16 @@ struct OutputTiles {
     if constexpr (EARLY) {
 #pragma unroll
       for (int first = 0; first < TILES; first += TOGETHER) read(words[first / TOGETHER], x, tile, row_tiles, column + 8 * first + RUN * (lane % 4), lane);
+    }
+  }
+
+  static __device__ __forceinline__ void begin(float (&acc)[TILES][4], const Element* __restrict__ out_bias, int column, int lane) {
+#pragma unroll
+    for (int j = 0; j < TILES; j += RUN / 2) {
+      float bias[RUN] = {};
+      load_channels<C::DIM>(bias, out_bias, column + 8 * j + RUN * (lane % 4));
+#pragma unroll
+      for (int i = 0; i < 2 * RUN; ++i) acc[j + i / 4][i % 4] = bias[i / 4 * 2 + i % 2];
     }
   }
 
@@ -1598,7 +1651,7 @@ struct OutputTiles {
 #pragma unroll
       for (int run = 0; run < RUNS; ++run) {
         float bias[RUN] = {};
-        load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
+        if constexpr (!BEGUN) load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
@@ -1606,7 +1659,7 @@ struct OutputTiles {
           float sums[RUN];
           unpack(sums, held[half][run]);
 #pragma unroll
-          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + bias[c];
+          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + (BEGUN ? 0.0f : bias[c]);
           store_channels<C::DIM>(y + C::offset(tile / C::TILES, token), channel + 4 * RUN * run, sums);
         }
       }
@@ -1615,12 +1668,12 @@ struct OutputTiles {
 };
 
 // A whole axis in one kernel, by warpgroups. A block has SEQUENCES sequences, of which a warp has ROWS row tiles: their normalised tokens stay in
-// shared memory as operand A of the QKV product, which is computed a head at a time. A head's queries stay in their warp's registers, its
-// keys and values lie in shared memory for the warps of the sequence, and its result goes to scratch, from where the warp that has written
-// it takes it, when there are no more heads, as operand A of the output product.
+// shared memory as operand A of the QKV product, of which a column tile is HEAD_GROUP heads. Their queries stay in their warp's registers, their
+// keys and values lie in shared memory for the warps of the sequence. A head's result goes to its place in operand A of the output product or,
+// where that is the tokens' place, to scratch until there are no more heads.
 //
-// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one head, or of one column tile
-// of the output. With OVERLAP the steps of the next head are spread over the tiles of keys of a head, so that the matrix unit multiplies
+// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one column
+// tile. With OVERLAP the steps of the next heads are spread over the tiles of keys of these, so that the matrix unit multiplies
 // while the warps compute exponentials.
 template <typename C>
 struct Resident {
@@ -1633,11 +1686,12 @@ struct Resident {
   using Softmax = StreamedSoftmax<C>;
   using Format = typename First::Format;
   static constexpr int OPERANDS = First::OPERANDS, ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = Softmax::KEY_STEPS;
-  static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = C::HEADS * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
+  static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = First::COLUMN_TILES * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
   static constexpr int BLOCK_TILES = C::SEQUENCES * C::TILES;  // row tiles of the block that may be real
   static constexpr int KEPT_TILES = S::BY_WARPGROUPS ? Qkv::ROW_TILES : BLOCK_TILES;  // of keys: the matrix unit's are whole blocks of 64
   static constexpr int PAGES = C::INNER / 16 * OPERANDS;  // of the attention's result in a row tile
   static constexpr int FIRST_TILES = Qkv::WARP_COLUMN_TILES, SECOND_TILES = Out::WARP_COLUMN_TILES;
+  static constexpr int GROUP = C::HEAD_GROUP, HEAD_WORDS = KEPT_TILES * C::ROW_TILE;  // of a head's keys, and of its values
 
   // Where row tile `tile` of the block lies in operand A: a warpgroup has 64 rows of each of ROWS products, of which warp w has rows 16 w and on.
   static __device__ __forceinline__ int position(int tile) {
@@ -1645,54 +1699,96 @@ struct Resident {
     return (warp / 4 * ROWS + tile % ROWS) * 4 + warp % 4;
   }
 
-  static __device__ __forceinline__ void start(float* shared, const float* packed_qkv, const float* packed_out, int step) {
-    const int stage = step % STAGES;
-    const bool first = step < FIRST_STEPS;
-    const float* from = first ? packed_qkv + static_cast<long long>(step) * Qkv::B_TILE : packed_out + static_cast<long long>(step - FIRST_STEPS) * Out::B_TILE;
-    start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
-  }
+  // The ring, and where a warp is in it.
+  struct Ring {
+    float* shared;
+    const float *packed_qkv, *packed_out;
+    int warpgroup;
+    int step, stage, round;  // the next one; its buffer, and how often that has been used before
+    int filled;              // the first step whose copy has not been started
 
-  // Sums from nothing: products that do not accumulate would do, but keep the registers of older sums occupied until then.
-  template <int TILES>
-  static __device__ __forceinline__ void clear(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4]) {
+    // Starts the copy of what step `at` needs.
+    __device__ __forceinline__ void start(int at) const {
+      const int stage = at % STAGES;
+      const bool first = at < FIRST_STEPS;
+      const float* from = first ? packed_qkv + static_cast<long long>(at) * Qkv::B_TILE : packed_out + static_cast<long long>(at - FIRST_STEPS) * Out::B_TILE;
+      start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
+    }
+
+    // Has buffers filled again: all threads are done with the first `done` steps.
+    __device__ __forceinline__ void refill(int done) {
+      if (threadIdx.x != 0) return;
+#pragma unroll 1
+      for (; filled < min(done + STAGES, ALL_STEPS); ++filled) start(filled);
+    }
+  };
+
+  // Sums of nothing: a product that begins them would do, but in a loop it would keep their registers occupied from the kernel's start on.
+  template <int N, int TILES>
+  static __device__ __forceinline__ void clear(float (&sums)[N][TILES][4]) {
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
+    for (int row = 0; row < N; ++row) {
 #pragma unroll
-      for (int i = 0; i < TILES * 4; ++i) {
-        acc[row][i / 4][i % 4] = 0.0f;
-        if constexpr (OPERANDS == 2) rest[row][i / 4][i % 4] = 0.0f;
-      }
-      keep_in_registers(acc[row]);
-      if constexpr (OPERANDS == 2) keep_in_registers(rest[row]);
+      for (int i = 0; i < TILES * 4; ++i) sums[row][i / 4][i % 4] = 0.0f;
+      keep_in_registers(sums[row]);
     }
   }
 
-  // Step `step` of the ring, with tile `sum_tile` of the sum of product P: starts it, waits until the step before is done for all (DONE: it is for this
-  // warp), and has the buffer of that filled again.
+  // The next step of the ring, which lies in buffer `stage` and is of round `round`, with the rows of operand A from `a` on: starts it, waits until the
+  // step before is done for all (DONE: it is for this warp), and has the buffer of that filled again. begun: whether it adds to sums, as those of the output do to the bias; last:
+  // whether a barrier follows anyway.
   template <typename P, bool DONE, int TILES>
-  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], float* shared, const float* packed_qkv,
-                                                  const float* packed_out, int step, int sum_tile) {
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], Ring& ring, int stage, int round,
+                                                  unsigned long long a, bool begun, bool last) {
     using Product = WarpgroupProduct<P>;
-    const int stage = step % STAGES, warpgroup = threadIdx.x / 128;
-    const unsigned long long b = matrix_descriptor<Product::ROW>(shared + C::RING + stage * C::RING_TILE);
-    wait_for_bulk_copy(shared + C::BARRIERS + 2 * stage, step / STAGES % 2);
+    const unsigned long long b = matrix_descriptor<Product::ROW>(ring.shared + C::RING + stage * C::RING_TILE);
+    wait_for_bulk_copy(ring.shared + C::BARRIERS + 2 * stage, round % 2);
     wgmma_fence();
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-      const unsigned long long a = Product::rows(shared + (SAME<P, Out> ? C::ATTENDED : 0), sum_tile, warpgroup * ROWS + row);
+    for (int row = 0; row < ROWS; ++row, a += Product::ROWS_OF_A) {
 #pragma unroll
       for (int k = 0; k < P::SUM_TILE / 16; ++k) {
         if constexpr (OPERANDS == 2) {
-          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, true);
+          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, begun || k > 0);
           wgmma(Format{}, rest[row], a + 2 * k, b + Product::B_OPERAND / 4 + 2 * k, true);
         }
-        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, true);
+        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, begun || k > 0 || SAME<P, Out>);
       }
     }
     wgmma_commit();
     if constexpr (!DONE) wgmma_wait<1>();
-    __syncthreads();  // the step before is done for all, and its buffer is free
-    if (threadIdx.x == 0 && step > 0 && step - 1 + STAGES < ALL_STEPS) start(shared, packed_qkv, packed_out, step - 1 + STAGES);
+    if (!last) {
+      __syncthreads();  // the step before is done for all
+      ring.refill(ring.step);
+    }
+    ++ring.step;
+    if (++ring.stage == STAGES) ring.stage = 0, ++ring.round;
+  }
+
+  // One of a column tile's steps that are apart in a loop: tile `sum_tile` of the sum.
+  template <bool DONE>
+  static __device__ __forceinline__ void multiply_one(float (&acc)[ROWS][FIRST_TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4], Ring& ring, int sum_tile) {
+    const unsigned long long a = First::rows(ring.shared, ring.warpgroup * ROWS) + First::tile_of_sum(sum_tile);
+    multiply<Qkv, DONE>(acc, rest, ring, ring.stage, ring.round, a, true, First::SUM_TILES > 1 && sum_tile == First::SUM_TILES - 1);
+  }
+
+  // All of a column tile's steps. Where the ring goes round in them, each one's buffer is a constant.
+  template <typename P, int TILES>
+  static __device__ __forceinline__ void multiply_all(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], Ring& ring) {
+    using Product = WarpgroupProduct<P>;
+    constexpr bool FIRST = SAME<P, Qkv>, ROUND = Product::SUM_TILES % STAGES == 0 && STAGES % Product::TILES_OF_A == 0 && (FIRST || FIRST_STEPS % STAGES == 0);
+    constexpr int TOGETHER = ROUND ? STAGES : Product::TILES_OF_A;
+    const unsigned long long a = Product::rows(ring.shared + (FIRST ? 0 : C::ATTENDED), ring.warpgroup * ROWS);
+    const int round = ring.round;
+    constexpr bool CLEAR = Product::SUM_TILES > TOGETHER;
+    if constexpr (CLEAR && FIRST) clear(acc);
+    if constexpr (CLEAR && OPERANDS == 2) clear(rest);
+#pragma unroll 1
+    for (int turn = 0; turn < Product::SUM_TILES / TOGETHER; ++turn)
+#pragma unroll
+      for (int next = 0; next < TOGETHER; ++next)
+        multiply<P, false>(acc, rest, ring, ROUND ? next : ring.stage, ROUND ? round + turn : ring.round, a + turn * Product::tile_of_sum(TOGETHER) + Product::tile_of_sum(next),
+                           CLEAR || turn + next > 0, FIRST && Product::SUM_TILES > 1 && turn * TOGETHER + next == Product::SUM_TILES - 1);
   }
 
   // Waits for all products, and adds up what they are in two parts.
@@ -1712,17 +1808,21 @@ struct Resident {
     }
   }
 
-  // A head's accumulators: queries into registers, in units of the exponent; keys and values of the block's row tiles, from `tile` on, into shared memory.
-  static __device__ __forceinline__ void hand_on(Softmax& softmax, float (&acc)[ROWS][FIRST_TILES][4], float* keys, float* values, int tile, int head, int lane) {
+  // The accumulators of a group of heads: queries into registers, in units of the exponent; keys and values of the block's row tiles, from `tile` on, into
+  // shared memory.
+  static __device__ __forceinline__ void hand_on(Softmax (&softmax)[GROUP], float (&acc)[ROWS][FIRST_TILES][4], float* keys, float* values, int tile, int lane) {
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
+    for (int row = 0; row < ROWS; ++row)
 #pragma unroll
-      for (int j = 0; j < STEPS; ++j)
+      for (int each = 0; each < GROUP; ++each) {
+        float(&own)[3 * STEPS][4] = reinterpret_cast<float(&)[3 * STEPS][4]>(acc[row][each * 3 * STEPS]);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) acc[row][j][c] *= C::EXPONENT_SCALE;
-      softmax.hold_query(row, acc[row]);
-      if (tile + row < KEPT_TILES) Softmax::store_keys(keys, values, tile + row, lane, acc[row]);
-    }
+        for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) own[j][c] *= C::EXPONENT_SCALE;
+        softmax[each].hold_query(row, own);
+        if (tile + row < KEPT_TILES) Softmax::store_keys(keys + each * HEAD_WORDS, values + each * HEAD_WORDS, tile + row, lane, own);
+      }
     if constexpr (S::BY_WARPGROUPS) fence_async_proxy();
   }
 
@@ -1735,7 +1835,7 @@ struct Resident {
 #pragma unroll
         for (int which = 0; which < OPERANDS; ++which) {
           if constexpr (C::SCRATCH) {
-            if (tile + row < end) store(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
+            if (tile + row < end) store_global(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
           } else {
             if (at % 2 == 1) {
               const float both[2][4] = {{held[row][which][0], held[row][which][1], held[row][which][2], held[row][which][3]}, {quads[which][0], quads[which][1], quads[which][2], quads[which][3]}};
@@ -1775,12 +1875,13 @@ struct Resident {
   static __device__ __forceinline__ void run(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const float* packed_qkv, float* attended, Element* y, const float* packed_out, const Element* __restrict__ out_bias, int row_tiles, float* shared) {
     const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * ROWS, first_tile = static_cast<int>(blockIdx.x) * BLOCK_TILES;
     const int end = min(row_tiles - first_tile, BLOCK_TILES);  // of the block's row tiles
+    Ring ring{shared, packed_qkv, packed_out, __shfl_sync(ALL_LANES, static_cast<int>(threadIdx.x) / 128, 0), 0, 0, 0, 0};  // by a shuffle: the compiler then knows that lanes agree
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < STAGES; ++stage) init_barrier(shared + C::BARRIERS + 2 * stage);
       publish_barriers();
       wait_for_previous_kernel();  // the weights are packed; the barrier below has all threads behind this
-      for (int step = 0; step < min(STAGES, ALL_STEPS); ++step) start(shared, packed_qkv, packed_out, step);
     }
+    ring.refill(0);
     normalise_by_groups<C>(x, norm_weight, norm_bias, first_tile, first_tile + end,
                            [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { First::store_row(shared, 16 * position(row_tile) + row, channel, values); });
     fence_async_proxy();
@@ -1791,38 +1892,49 @@ struct Resident {
     const int first_key = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
     float* const scratch = C::SCRATCH ? attended + static_cast<long long>(first_tile + tile) * (PAGES * 128) : nullptr;
     float held[ROWS][OPERANDS][4] = {};
-    Softmax softmax;
-    int step = 0;
+    Softmax softmax[GROUP];
+    OutputTiles<C, SECOND_TILES, true> tiles[ROWS];
+    const auto read_residual = [&](int column) {
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
+    };
+    constexpr bool AHEAD = C::HEADS == GROUP;  // of attention: sums of other heads need no registers then
     {
-      float acc[ROWS][FIRST_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];
+      float beside[ROWS][FIRST_TILES][4], rests_beside[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // sums of the next heads
 #pragma unroll 1
-      for (int head = 0; head < C::HEADS; ++head) {
-        if (!C::OVERLAP || head == 0) {
-          clear(acc, rest);
-#pragma unroll 1
-          for (int sum_tile = 0; sum_tile < First::SUM_TILES; ++sum_tile, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
-        }
+      for (int head = 0; head < C::HEADS; head += GROUP) {
+        float sums[ROWS][FIRST_TILES][4], rests[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // of these alone, so that attention has their registers
+        auto& acc = C::OVERLAP ? beside : sums;
+        auto& rest = C::OVERLAP ? rests_beside : rests;
+        if (!C::OVERLAP || head == 0) multiply_all<Qkv>(acc, rest, ring);
         finish(acc, rest);
-        if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the head before
-        hand_on(softmax, acc, keys, values, tile, head, lane);
-        if (C::OVERLAP) clear(acc, rest);
+        if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the heads before
+        hand_on(softmax, acc, keys, values, tile, lane);
+        if constexpr (C::OVERLAP) clear(beside);
+        if constexpr (C::OVERLAP && OPERANDS == 2) clear(rests_beside);
+        if constexpr (AHEAD) read_residual(0);
         __syncthreads();  // keys and values are there for all
-        softmax.begin();
-        int next = 0;  // tile of the sum of the next head
-        // Beside a tile of keys, behind its scores, so that these do not wait for the matrix unit.
-        const auto multiply_next = [&](int key_step) {
-          if constexpr (C::OVERLAP) {
-            const int until = head < C::HEADS - 1 ? ceil_div((key_step + 1) * First::SUM_TILES, KEY_STEPS) : 0;
-            if (next >= until) return;
-            multiply<Qkv, S::BY_WARPGROUPS>(acc, rest, shared, packed_qkv, packed_out, step++, next++);
-            if constexpr (First::SUM_TILES > KEY_STEPS) {
+        ring.refill(ring.step);
+        int next = 0;  // tile of the sum of the next heads
+#pragma unroll
+        for (int each = 0; each < GROUP; ++each) {
+          // Beside a tile of keys, behind its scores, so that these do not wait for the matrix unit.
+          const auto multiply_next = [&](int key_step) {
+            if constexpr (C::OVERLAP) {
+              constexpr int ALL_KEY_STEPS = GROUP * KEY_STEPS;
+              const int until = head + GROUP < C::HEADS ? ceil_div((each * KEY_STEPS + key_step + 1) * First::SUM_TILES, ALL_KEY_STEPS) : 0;
+              if (next >= until) return;
+              multiply_one<S::BY_WARPGROUPS>(acc, rest, ring, next++);
+              if constexpr (First::SUM_TILES > ALL_KEY_STEPS) {
 #pragma unroll 1
-              for (; next < until; ++next, ++step) multiply<Qkv, false>(acc, rest, shared, packed_qkv, packed_out, step, next);
+                for (; next < until; ++next) multiply_one<false>(acc, rest, ring, next);
+              }
             }
-          }
-        };
-        softmax.run(keys + first_key, values + first_key, lane, multiply_next);
-        keep_result(softmax, held, shared + C::ATTENDED, scratch, tile, end, head, lane);
+          };
+          softmax[each].begin();
+          softmax[each].run(keys + each * HEAD_WORDS + first_key, values + each * HEAD_WORDS + first_key, lane, multiply_next);
+          keep_result(softmax[each], held, shared + C::ATTENDED, scratch, tile, end, head + each, lane);
+        }
       }
       wgmma_wait<0>();  // there are none: this tells the compiler
     }
@@ -1833,17 +1945,15 @@ struct Resident {
 #pragma unroll 1
     for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
       const int column = turn * Out::COLUMNS;
-      OutputTiles<C, SECOND_TILES> tiles[ROWS];
-#pragma unroll
-      for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
+      if (!AHEAD || turn > 0) read_residual(column);
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
-      clear(acc, rest);
-#pragma unroll 1
-      for (int sum_tile = 0; sum_tile < Second::SUM_TILES; ++sum_tile, ++step) multiply<Out, false>(acc, rest, shared, packed_qkv, packed_out, step, sum_tile);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].begin(acc[row], out_bias, column, lane);
+      multiply_all<Out>(acc, rest, ring);
       finish(acc, rest);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row)
-        tiles[row].after(x, y, out_bias, first_tile + tile + row, first_tile + end, column, lane, acc[row]);
+        tiles[row].after(x, y, nullptr, first_tile + tile + row, first_tile + end, column, lane, acc[row]);
     }
   }
 };
@@ -1858,23 +1968,24 @@ struct StreamedRow {
   using Math = HalfCore<Bf16, 1>;
 
   static constexpr int SEQUENCES = 4;  // of a block
+  static constexpr int HEAD_GROUP = 4;  // heads whose QKV product is one column tile
   static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
   static constexpr bool SCRATCH = false;  // whether the attention's result waits in scratch for the tokens' place
   // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
-  static constexpr int ATTENDED = 4096, RING = 8192, RING_TILE = 2048, KEYS = 16384, VALUES = 17408, BARRIERS = 18432;
+  static constexpr int ATTENDED = 4096, RING = 8192, RING_TILE = 6144, KEYS = 20480, VALUES = 24576, BARRIERS = 28672;
 
   struct Qkv {
     using Math = HalfCore<Bf16, 1>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 48, SUM_TILE = 64, STAGES = 4;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 6, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int ROW_TILES = 8, COLUMNS = 192, SUM_TILE = 64, STAGES = 2;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 24, THREADS = 256, MIN_BLOCKS = 2;
     static constexpr int SUM = 64, ALL_COLUMNS = 192, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 8, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 1536;  // of eight weights, to pack
     static constexpr int NORM_LANES = 4, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
-    static constexpr int B_TILE = 1536;  // words of what a step needs
+    static constexpr int B_TILE = 6144;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
-      const int head = column / COLUMNS, which = column % COLUMNS / PADDED_HEAD_DIM, within = column % PADDED_HEAD_DIM;  // which: q, k or v
+      const int head = column / (3 * PADDED_HEAD_DIM), which = column / PADDED_HEAD_DIM % 3, within = column % PADDED_HEAD_DIM;  // which: q, k or v
       return k < DIM && within < HEAD_DIM ? weight + ((which * HEADS + head) * HEAD_DIM + within) * DIM + k : nullptr;
     }
   };
@@ -1894,12 +2005,12 @@ struct StreamedRow {
     static constexpr bool SUMS_BY_PRODUCT = true;  // of weights, on the tensor cores; or added up by the lanes
 
     // The weight 2^x with number `index` of the eight that a lane has of 16 keys
-    static __device__ __forceinline__ float power(float x, int index) { return index * 2 % 8 < 2 ? exp2_polynomial(x) : exp2_approx(x); }
+    static __device__ __forceinline__ float power(float x, int index) { return index * 1 % 8 < 1 ? exp2_polynomial(x) : exp2_approx(x); }
   };
 
   struct Out {
     using Math = HalfCore<Bf16, 1>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 64, SUM_TILE = 64, STAGES = 4;  // of a block
+    static constexpr int ROW_TILES = 8, COLUMNS = 64, SUM_TILE = 64, STAGES = 2;  // of a block
     static constexpr int WARP_COLUMN_TILES = 8, THREADS = 256, MIN_BLOCKS = 2;
     static constexpr int SUM = 64, ALL_COLUMNS = 64, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 2, RUN = 8;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
@@ -1929,23 +2040,24 @@ struct StreamedColumn {
   using Math = HalfCore<Bf16, 1>;
 
   static constexpr int SEQUENCES = 4;  // of a block
+  static constexpr int HEAD_GROUP = 4;  // heads whose QKV product is one column tile
   static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
   static constexpr bool SCRATCH = false;  // whether the attention's result waits in scratch for the tokens' place
   // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
-  static constexpr int ATTENDED = 4096, RING = 8192, RING_TILE = 2048, KEYS = 16384, VALUES = 17408, BARRIERS = 18432;
+  static constexpr int ATTENDED = 4096, RING = 8192, RING_TILE = 6144, KEYS = 20480, VALUES = 24576, BARRIERS = 28672;
 
   struct Qkv {
     using Math = HalfCore<Bf16, 1>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 48, SUM_TILE = 64, STAGES = 4;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 6, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int ROW_TILES = 8, COLUMNS = 192, SUM_TILE = 64, STAGES = 2;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 24, THREADS = 256, MIN_BLOCKS = 2;
     static constexpr int SUM = 64, ALL_COLUMNS = 192, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 8, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 1536;  // of eight weights, to pack
     static constexpr int NORM_LANES = 4, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
-    static constexpr int B_TILE = 1536;  // words of what a step needs
+    static constexpr int B_TILE = 6144;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
-      const int head = column / COLUMNS, which = column % COLUMNS / PADDED_HEAD_DIM, within = column % PADDED_HEAD_DIM;  // which: q, k or v
+      const int head = column / (3 * PADDED_HEAD_DIM), which = column / PADDED_HEAD_DIM % 3, within = column % PADDED_HEAD_DIM;  // which: q, k or v
       return k < DIM && within < HEAD_DIM ? weight + ((which * HEADS + head) * HEAD_DIM + within) * DIM + k : nullptr;
     }
   };
@@ -1965,12 +2077,12 @@ struct StreamedColumn {
     static constexpr bool SUMS_BY_PRODUCT = true;  // of weights, on the tensor cores; or added up by the lanes
 
     // The weight 2^x with number `index` of the eight that a lane has of 16 keys
-    static __device__ __forceinline__ float power(float x, int index) { return index * 2 % 8 < 2 ? exp2_polynomial(x) : exp2_approx(x); }
+    static __device__ __forceinline__ float power(float x, int index) { return index * 1 % 8 < 1 ? exp2_polynomial(x) : exp2_approx(x); }
   };
 
   struct Out {
     using Math = HalfCore<Bf16, 1>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 64, SUM_TILE = 64, STAGES = 4;  // of a block
+    static constexpr int ROW_TILES = 8, COLUMNS = 64, SUM_TILE = 64, STAGES = 2;  // of a block
     static constexpr int WARP_COLUMN_TILES = 8, THREADS = 256, MIN_BLOCKS = 2;
     static constexpr int SUM = 64, ALL_COLUMNS = 64, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 2, RUN = 8;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
@@ -2137,10 +2249,10 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   {
     // Rows: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row_block, 73760, device, allowed);
+    allow_shared(axial_row_block, 114704, device, allowed);
     const int row_tiles = static_cast<int>(batch * 64);
     const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 73760, stream);
+    cudaLaunchConfig_t config = grid(blocks, 256, 114704, stream);
     cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -2151,10 +2263,10 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   {
     // Columns: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col_block, 73760, device, allowed);
+    allow_shared(axial_col_block, 114704, device, allowed);
     const int row_tiles = static_cast<int>(batch * 64);
     const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
-    cudaLaunchConfig_t config = grid(blocks, 256, 73760, stream);
+    cudaLaunchConfig_t config = grid(blocks, 256, 114704, stream);
     cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

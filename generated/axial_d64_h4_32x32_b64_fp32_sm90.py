@@ -5,23 +5,23 @@ axis. Tuned for batch 64; any batch is computed. The fp16x3 arithmetic keeps ope
 values: one beyond 65504 becomes infinite, and what is below 1e-11 is lost.
 
 Configuration:
-    row: family sequence, math fp16x3, heads registers, sequences 1, warps 8, qkv_rows 1, qkv_columns 6, out_rows 1,
-         out_columns 2, key_tile 32, fragment 4, weights hold, prefetch qkv, padding True, residual reload,
-         norm_lanes 8, dependent_launch True, min_blocks 1, rounds 4
-    col: family sequence, math fp16x3, heads registers, sequences 1, warps 8, qkv_rows 1, qkv_columns 6, out_rows 1,
-         out_columns 2, key_tile 32, fragment 4, weights hold, prefetch qkv, padding True, residual reload,
-         norm_lanes 8, dependent_launch True, min_blocks 1, rounds 4
+    row: family resident, math fp16x3, rows 1, sequences 4, head_group 2, overlap False, sum_tile 64, stages 2,
+         attention mma, key_tile 16, sums add, polynomial 0, result scratch, out_columns 8, blocks 2,
+         dependent_launch True
+    col: family resident, math fp16x3, rows 1, sequences 4, head_group 2, overlap False, sum_tile 64, stages 2,
+         attention mma, key_tile 16, sums add, polynomial 0, result scratch, out_columns 8, blocks 2,
+         dependent_launch True
 
 Measured on NVIDIA H200.
-    device time: 74.56 +- 0.12 us
-    device time, L2 flushed: 78.66 us
-    wall time of a call: 77.21 us
-    default configuration, device time: 75.50 us
-    PyTorch (torch.compile), device time: 471.96 us
-    PyTorch (torch.compile), wall time of a call: 1938.98 us
-    error against float64: 1.3e-06 of the output's scale
-Command: python cli.py tune --dim 64 --heads 4 --batch 64 --budget 45 --storage none
-Written 2026-11-29T23:13:37Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+    device time: 64.94 +- 0.10 us
+    device time, L2 flushed: 69.34 us
+    wall time of a call: 68.38 us
+    default configuration, device time: 65.40 us
+    PyTorch (torch.compile), device time: 464.98 us
+    PyTorch (torch.compile), wall time of a call: 956.36 us
+    error against float64: 9.2e-07 of the output's scale
+Command: python cli.py tune --storage none --dim 64 --heads 4 --batch 64 --fix family=resident --budget 15
+Written 2026-11-30T08:21:09Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -55,42 +55,50 @@ SPEC = {
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "sequence", "math": "fp16x3", "heads": "registers", "sequences": 1, "warps": 8, "qkv_rows": 1,
-        "qkv_columns": 6, "out_rows": 1, "out_columns": 2, "key_tile": 32, "fragment": 4, "weights": "hold",
-        "prefetch": "qkv", "padding": True, "residual": "reload", "norm_lanes": 8, "dependent_launch": True,
-        "min_blocks": 1, "rounds": 4,
+        "family": "resident", "math": "fp16x3", "rows": 1, "sequences": 4, "head_group": 2, "overlap": False,
+        "sum_tile": 64, "stages": 2, "attention": "mma", "key_tile": 16, "sums": "add", "polynomial": 0,
+        "result": "scratch", "out_columns": 8, "blocks": 2, "dependent_launch": True,
     },
     "col": {
-        "family": "sequence", "math": "fp16x3", "heads": "registers", "sequences": 1, "warps": 8, "qkv_rows": 1,
-        "qkv_columns": 6, "out_rows": 1, "out_columns": 2, "key_tile": 32, "fragment": 4, "weights": "hold",
-        "prefetch": "qkv", "padding": True, "residual": "reload", "norm_lanes": 8, "dependent_launch": True,
-        "min_blocks": 1, "rounds": 4,
+        "family": "resident", "math": "fp16x3", "rows": 1, "sequences": 4, "head_group": 2, "overlap": False,
+        "sum_tile": 64, "stages": 2, "attention": "mma", "key_tile": 16, "sums": "add", "polynomial": 0,
+        "result": "scratch", "out_columns": 8, "blocks": 2, "dependent_launch": True,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row", "axis": "row", "threads": 128, "shared_bytes": 16896, "items_per_block": 4,
+        "name": "axial_pack", "axis": "", "threads": 128, "shared_bytes": 0, "items_per_block": 128,
         "dependent_launch": False,
-        "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
-        "items": "sequences", "blocks_per_group": 1,
+        "arguments": (
+            "row_qkv_weight", "row_out_weight", "col_qkv_weight", "col_out_weight", "row_packed_qkv", "row_packed_out",
+            "col_packed_qkv", "col_packed_out",
+        ),
+        "items": "chunks", "blocks_per_group": 1, "fixed": 4096,
     },
     {
-        "name": "axial_col", "axis": "col", "threads": 128, "shared_bytes": 16896, "items_per_block": 4,
+        "name": "axial_row_block", "axis": "row", "threads": 256, "shared_bytes": 114704, "items_per_block": 8,
         "dependent_launch": True,
-        "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
-        "items": "sequences", "blocks_per_group": 1,
+        "arguments": ("x", "norm_weight", "norm_bias", "row_packed_qkv", "attended", "y", "row_packed_out", "out_bias"),
+        "items": "row_tiles", "blocks_per_group": 1,
+    },
+    {
+        "name": "axial_col_block", "axis": "col", "threads": 256, "shared_bytes": 114704, "items_per_block": 8,
+        "dependent_launch": True,
+        "arguments": ("x", "norm_weight", "norm_bias", "col_packed_qkv", "attended", "y", "col_packed_out", "out_bias"),
+        "items": "row_tiles", "blocks_per_group": 1,
     },
 ]
-SCRATCH = {}
+SCRATCH = {"attended": 65536}
+PACKED = {"row_packed_qkv": 12288, "row_packed_out": 4096, "col_packed_qkv": 12288, "col_packed_out": 4096}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --dim 64 --heads 4 --batch 64 --budget 45 --storage none",
-    "date": "2026-11-29T23:13:37Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 74.56200197339058,
-    "spread_us": 0.12400001287460327, "cold_us": 78.65600287914276, "wall_us": 77.20502127663748,
-    "default_us": 75.50399750471115, "pytorch_us": 471.9559997320175, "pytorch_wall_us": 1938.9801666657527,
+    "command": "python cli.py tune --storage none --dim 64 --heads 4 --batch 64 --fix family=resident --budget 15",
+    "date": "2026-11-30T08:21:09Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 64.94399905204773,
+    "spread_us": 0.10200217366218567, "cold_us": 69.34399902820587, "wall_us": 68.37738636407535,
+    "default_us": 65.39600342512131, "pytorch_us": 464.9839997291565, "pytorch_wall_us": 956.3565999997081,
     "pytorch_form": "torch.compile", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
-    "error": 1.3493060043996728e-06, "partial": False, "note": "The default configuration is the fastest.",
+    "error": 9.216254645566642e-07, "partial": False, "note": "The default configuration is the fastest.",
 }
 
 CUDA_SOURCE = r'''
@@ -126,6 +134,13 @@ template <typename T, int N>
 __device__ __forceinline__ void store(float* to, const T (&from)[N]) {
   using V = typename Vector<N>::Type;
   *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
+}
+
+// The same to global memory, by one instruction: the compiler takes some plain stores of several words apart.
+template <typename T, int N>
+__device__ __forceinline__ void store_global(float* to, const T (&from)[N]) {
+  using V = typename Vector<N>::Type;
+  __stcg(reinterpret_cast<V*>(to), *reinterpret_cast<const V*>(from));
 }
 
 // Weights do not change while a kernel runs, so their loads may go through the read-only cache.
@@ -628,616 +643,1264 @@ struct HalfCore {
   }
 };
 
-// Operand B of COLUMNS column tiles over a whole sum of K, in the registers of the lanes that multiply it. Math::Raw<F> is what
-// a lane reads for one tile and one step of the sum, Math::Operand<F> what it multiplies: reading and packing are apart, so
-// that other work can stand between a load and its first use.
-template <typename Math, int K, int F, int COLUMNS>
-struct HeldWeights {
-  using Operand = typename Math::template Operand<F>;
-  static constexpr int STEPS = K / Operand::STEP;
-  typename Math::template Raw<F> raw[COLUMNS][STEPS];
-  Operand values[COLUMNS][STEPS];
+// Asynchronous copies from global to shared memory (PTX ISA, cp.async), of BYTES (4, 8 or 16) each; what is not `real` becomes zeros and
+// is not read. A thread's copies up to a commit_copies() are a group; wait_for_copies<N>() returns when all but its N latest groups are
+// there, for this thread: others see them behind a barrier.
+#ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
 
-  template <typename LoadB>
-  __device__ __forceinline__ void read(int lane, LoadB load_b) {
+template <int BYTES>
+__device__ __forceinline__ void copy_async(float* shared_to, const float* from, bool real) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared_to));
+  const int size = real ? BYTES : 0;
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+#endif
+
+// Hopper's matrix unit (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): the four warps of a warpgroup multiply 64 rows of
+// operand A by 8 TILES columns of operand B, both in shared memory, over 16 indices of the sum. Accumulators are those of mma.m16n8k16
+// tiles side by side, each warp with 16 of the rows.
+//
+// Products are asynchronous: wgmma_fence() comes before the first of a batch, wgmma_commit() after the last; wgmma_wait<N>() returns when all
+// but the N latest batches are done. Until then nobody may touch their accumulators or operands.
+//
+// Operands are K-major with 128-byte swizzle: a row has 64 indices of the sum, 128 bytes; of its eight 16-byte chunks, chunk c of row r lies
+// where chunk c ^ r % 8 would. Eight rows, 1024 bytes, are an atom ("Shared Memory Matrix Layout", "Strides").
+constexpr int SWIZZLED_ROW = 32;  // words of a row
+// Narrow operands have rows of 64 or 32 bytes, 4 or 2 chunks, and with them 64-byte or 32-byte swizzle: chunk c of row r lies where chunk
+// c ^ r / 2 % 4 or c ^ r / 4 % 2 would.
+
+// The word of row `row` that has index `index` (a multiple of 2, in a row of 64), counted from the first row, which starts on an atom.
+template <int ROW = SWIZZLED_ROW>
+__device__ __forceinline__ int swizzled(int row, int index) { return row * ROW + ((index / 8) ^ (row * ROW / 32 % (ROW / 4))) * 4 + index % 8 / 2; }
+
+#ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+__device__ __forceinline__ unsigned shared_address(const void* address) { return static_cast<unsigned>(__cvta_generic_to_shared(address)); }
+
+__device__ __forceinline__ void wgmma_fp16(float (&d)[8][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_fp16(float (&d)[12][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+      "}, %48, %49, p, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int GROUPS>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
+
+// The compiler sees no use of accumulators before a wait as a use of what is waited for: this is one.
+template <int TILES>
+__device__ __forceinline__ void keep_in_registers(float (&d)[TILES][4]) {
 #pragma unroll
-    for (int j = 0; j < COLUMNS; ++j)
+  for (int j = 0; j < TILES; ++j)
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) raw[j][step] = Math::template read<F>(j, step, lane, load_b);
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(d[j][i])::"memory");
+}
+
+// What this thread has written to shared memory becomes visible to the matrix unit and the copy engine, behind the next barrier
+// (PTX ISA, "Async proxy").
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barriers in shared memory (PTX ISA, mbarrier), two words each: a phase ends when the copy that was started for it has arrived.
+// publish_barriers() follows the initialisation and precedes a barrier of the block.
+__device__ __forceinline__ void init_barrier(float* barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory"); }
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// One thread starts a copy of `bytes` (a multiple of 16) from global memory, both on 16 bytes (PTX ISA, cp.async.bulk).
+__device__ __forceinline__ void start_bulk_copy(float* to, const float* from, int bytes, float* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+               "r"(shared_address(barrier))
+               : "memory");
+}
+
+// Waits for the phase of that parity: the first one is 0.
+__device__ __forceinline__ void wait_for_bulk_copy(float* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra done;\n"
+      "bra again;\n"
+      "done:\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+#endif
+
+// A K-major operand from `tile` on: start address, no leading offset, the bytes from eight rows to the next, the rows' swizzle
+// ("Matrix Descriptor Format"). Adding 2 to it goes on by 16 indices of the sum within the row.
+template <int ROW = SWIZZLED_ROW>
+__device__ __forceinline__ unsigned long long matrix_descriptor(const float* tile) {
+  static_assert(ROW == 32 || ROW == 16 || ROW == 8, "rows of 128, 64 or 32 bytes");
+  return (shared_address(tile) & 0x3ffffu) >> 4 | (32ull * ROW >> 4) << 32 | (ROW == 32 ? 1ull : ROW == 16 ? 2ull : 3ull) << 62;
+}
+
+template <int TILES>
+__device__ __forceinline__ void wgmma(Fp16, float (&d)[TILES][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  wgmma_fp16(d, a, b, accumulate);
+}
+
+// Scratch buffers hold fragments: words, whatever the elements are.
+__device__ __forceinline__ float* words(Element* buffer) { return reinterpret_cast<float*>(buffer); }
+__device__ __forceinline__ const float* words(const Element* buffer) { return reinterpret_cast<const float*>(buffer); }
+
+#ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+// c = a b + from, for operands as mma_m16n8k16_fp16 has them: `from` stays, which spares its copies.
+__device__ __forceinline__ void mma_from_fp16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&from)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]));
+}
+
+__device__ __forceinline__ void mma_from_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&from)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]));
+}
+
+#endif
+
+template <typename Format>
+struct StreamFormat;
+template <>
+struct StreamFormat<Fp16> {
+  static constexpr unsigned ONES = 0x3c003c00u;
+
+  static __device__ __forceinline__ void mma_from(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&start)[4]) {
+    mma_from_fp16(c, a, b0, b1, start);
   }
+};
+template <>
+struct StreamFormat<Bf16> {
+  static constexpr unsigned ONES = 0x3f803f80u;
 
-  __device__ __forceinline__ void pack() {
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) values[j][step] = Math::pack(raw[j][step]);
+  static __device__ __forceinline__ void mma_from(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&start)[4]) {
+    mma_from_bf16(c, a, b0, b1, start);
   }
 };
 
-// Stage 1: load the block's tokens and normalise them (LayerNorm with the biased variance). NORM_LANES lanes share tokens
-// g and g+8 of a row tile and keep them in registers between the mean and the variance. Tokens past the sequence's end,
-// sequences past the last one and channels past DIM become zeros.
-template <typename C>
-struct NormWeights {  // of the channels that a lane serves, as they are in memory
-  static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = ceil_div(C::PADDED_DIM, LANES * VEC);
-  Word gain[STEPS][VEC / PER_WORD] = {}, shift[STEPS][VEC / PER_WORD] = {};
+// The attention's products on the tensor cores in 16-bit types (see HalfCore for the fragments), for ROWS row tiles of a warp at once, which
+// share what is read of keys and values. Queries stay in registers; weights become operand A in the lanes that hold their scores.
+template <typename Format, int PARTS>
+struct HalfStream {
+  using Math = HalfCore<Format, PARTS>;
 
-  __device__ __forceinline__ NormWeights(const Element* __restrict__ weight, const Element* __restrict__ bias) {
+  // A row tile of one head, in registers.
+  template <int STEPS>
+  struct HeldQuery {
+    static constexpr bool HELD = true;
+    unsigned quad[STEPS / 2][PARTS][4];
+
+    __device__ __forceinline__ void take(const float* from, int lane) {
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      const int channel = (step * LANES + threadIdx.x % LANES) * VEC;
-      if constexpr (C::DIM % VEC == 0) {
-        if (channel < C::DIM) load_constant(gain[step], weight + channel), load_constant(shift[step], bias + channel);
-      } else {
-        load_some<true>(gain[step], weight + channel, true, channel, C::DIM), load_some<true>(shift[step], bias + channel, true, channel, C::DIM);
+      for (int step = 0; step < STEPS / 2; ++step) fetch(quad[step], from, step, lane);
+    }
+
+    // The same from accumulators.
+    template <int COLUMNS>
+    __device__ __forceinline__ void hold(const float (&acc)[COLUMNS][4]) {
+#pragma unroll
+      for (int step = 0; step < STEPS / 2; ++step) {
+        const typename Math::Tile tile = Math::tile(acc[2 * step], acc[2 * step + 1]);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+          for (int word = 0; word < 4; ++word) quad[step][part][word] = tile.part[part][word];
       }
     }
+
+    __device__ __forceinline__ void get(unsigned (&to)[PARTS][4], int step) const {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int word = 0; word < 4; ++word) to[part][word] = quad[step][part][word];
+    }
+  };
+
+  // The same in memory: too many registers.
+  template <int STEPS>
+  struct ReadQuery {
+    static constexpr bool HELD = false;
+    const float* pages;
+
+    __device__ __forceinline__ void take(const float* from, int) { pages = from; }
+    __device__ __forceinline__ void get(unsigned (&to)[PARTS][4], int step) const { fetch(to, pages, step, threadIdx.x % 32); }
+  };
+
+  static __device__ __forceinline__ void fetch(unsigned (&to)[PARTS][4], const float* from, int step, int lane) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) load(to[part], from + (step * PARTS + part) * 128 + 4 * lane);
   }
-};
 
-// Tokens g and g+8 of a row tile, as far as a lane reads them; the block takes several turns where it has more tokens.
-template <typename C>
-struct TokenPair {
-  static constexpr int LANES = C::NORM_LANES, VEC = C::NORM_VECTOR, STEPS = NormWeights<C>::STEPS;
-  static constexpr int PAIRS = C::ROWS / 2, AT_ONCE = C::THREADS / LANES, TURNS = ceil_div(PAIRS, AT_ONCE);
-  Word words[2][STEPS][VEC / PER_WORD];
-
-  static __device__ __forceinline__ int index(int turn) { return threadIdx.x / LANES + turn * AT_ONCE; }
-
-  __device__ __forceinline__ void load_turn(const Element* x, int turn, int first, int sequences) {
-    const int row_tile = index(turn) / 8, g = index(turn) % 8;
+  // Scores of KEYS * 8 keys, which come on top of what `start` has for the lane's rows of a tile: that costs nothing, because the
+  // accumulators have to start with something.
+  template <int STEPS, typename Query, int ROWS, int KEYS>
+  static __device__ __forceinline__ void scores(float (&p)[ROWS][KEYS][4], const Query (&query)[ROWS], const float (&start)[ROWS][4], const float* key, int lane) {
+    constexpr int AT_ONCE = Query::HELD ? 2 : KEYS;  // tiles of 8 keys for which a page of the query is fetched
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * row_tile + 8 * half + g, token = row % C::PADDED_LENGTH, sequence = first + row / C::PADDED_LENGTH;
-      const bool real = (PAIRS % AT_ONCE == 0 || index(turn) < PAIRS) && token < C::LENGTH && sequence < sequences;
-      const Element* from = x + (real ? C::offset(sequence, token) : 0);
+    for (int first = 0; first < KEYS; first += AT_ONCE) {
+      float rest[ROWS][AT_ONCE][4] = {};  // SCALE times too large
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const int channel = (step * LANES + threadIdx.x % LANES) * VEC;
+      for (int step = 0; step < STEPS / 2; ++step) {
+        unsigned a[ROWS][PARTS][4];
 #pragma unroll
-        for (int i = 0; i < VEC / PER_WORD; ++i) words[half][step][i] = Word{};
-        if constexpr (C::DIM % VEC == 0) {
-          if (real && channel < C::DIM) load(words[half][step], from + channel);
-        } else {
-          load_some<false>(words[half][step], from + channel, real, channel, C::DIM);
+        for (int i = 0; i < ROWS; ++i) query[i].get(a[i], step);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j += 2) {
+          unsigned b[2][PARTS][2];
+#pragma unroll
+          for (int part = 0; part < PARTS; ++part)
+            load(reinterpret_cast<unsigned(&)[PARTS][4]>(b)[part], key + (((first + j) / 2 * (STEPS / 2) + step) * PARTS + part) * 128 + 4 * lane);
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int next = 0; next < 2; ++next) {
+              if constexpr (PARTS == 2) {
+                Format::mma(rest[i][j + next], a[i][1], b[next][0][0], b[next][0][1]);
+                Format::mma(rest[i][j + next], a[i][0], b[next][1][0], b[next][1][1]);
+              }
+              if (step == 0)
+                StreamFormat<Format>::mma_from(p[i][first + j + next], a[i][0], b[next][0][0], b[next][0][1], start[i]);
+              else
+                Format::mma(p[i][first + j + next], a[i][0], b[next][0][0], b[next][0][1]);
+            }
         }
       }
+      if constexpr (PARTS == 2) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+          for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) p[i][first + j][c] = fmaf(rest[i][j][c], 1.0f / Math::SCALE, p[i][first + j][c]);
+      }
     }
+  }
+
+  // Weights as operand A. Their rests are kept as they are, not SCALE times as large: the largest weight of a row is far from
+  // the smallest numbers of the type, and what an absolute error of 2^-25 is to the row's sum matters, not what it is to the weight.
+  template <int ROWS, int KEYS>
+  struct Weights {
+    unsigned quad[ROWS][KEYS / 2][PARTS][4];
+
+    __device__ __forceinline__ void take(const float (&p)[ROWS][KEYS][4]) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float first = p[i][j][2 * half], second = p[i][j][2 * half + 1];
+            unsigned(&to)[PARTS][4] = quad[i][j / 2];
+            to[0][j % 2 * 2 + half] = Format::pack(first, second);
+            if constexpr (PARTS == 2) {
+              const float2 rounded = Format::unpack(to[0][j % 2 * 2 + half]);
+              to[1][j % 2 * 2 + half] = Format::pack(first - rounded.x, second - rounded.y);
+            }
+          }
+    }
+
+    // Whether a weight may be 2 or more: then the top bit of its exponent is set.
+    __device__ __forceinline__ bool reach_two() const {
+      unsigned bits = 0;
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int pair = 0; pair < KEYS / 2; ++pair)
+#pragma unroll
+          for (int word = 0; word < 4; ++word) bits |= quad[i][pair][0][word];
+      return (bits & 0x40004000u) != 0;
+    }
+  };
+
+  // Sums of values times weights, and of weights, for ROWS row tiles.
+  template <int STEPS, int STRIDE, int ROWS>
+  struct Sums {
+    float out[ROWS][STEPS][4] = {};
+    float rest[PARTS == 2 ? ROWS : 1][PARTS == 2 ? STEPS : 1][4] = {};  // of values with a rest, SCALE times too large
+
+    template <int KEYS>
+    __device__ __forceinline__ void add(const Weights<ROWS, KEYS>& weights, const float* value, int lane) {
+#pragma unroll
+      for (int pair = 0; pair < KEYS / 2; ++pair)
+#pragma unroll
+        for (int j = 0; j < STEPS; j += 3 - PARTS) {
+          unsigned b[3 - PARTS][PARTS][2];
+          load(reinterpret_cast<unsigned(&)[4]>(b), value + (pair * STEPS + j) / (3 - PARTS) * 128 + 4 * lane);
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int next = 0; next < 3 - PARTS; ++next) {
+              const unsigned(&a)[PARTS][4] = weights.quad[i][pair];
+              if constexpr (PARTS == 2) {
+                Format::mma(rest[i][j], a[0], b[0][1][0], b[0][1][1]);
+                Format::mma(out[i][j], a[1], b[0][0][0], b[0][0][1]);
+              }
+              Format::mma(out[i][j + next], a[0], b[next][0][0], b[next][0][1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void rescale(int i, int half, float factor) {
+#pragma unroll
+      for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+        for (int c = 2 * half; c < 2 * half + 2; ++c) {
+          out[i][j][c] *= factor;
+          if constexpr (PARTS == 2) rest[i][j][c] *= factor;
+        }
+    }
+
+    __device__ __forceinline__ float result(int i, int j, int c) const {
+      return PARTS == 2 ? fmaf(rest[PARTS == 2 ? i : 0][PARTS == 2 ? j : 0][c], 1.0f / Math::SCALE, out[i][j][c]) : out[i][j][c];
+    }
+  };
+
+  // Adds the weights of each row with the same unit: a column of ones.
+  template <int ROWS, int KEYS>
+  static __device__ __forceinline__ void add_rows(float (&sum)[ROWS][4], const Weights<ROWS, KEYS>& weights) {
+    constexpr unsigned ONES = StreamFormat<Format>::ONES;
+#pragma unroll
+    for (int pair = 0; pair < KEYS / 2; ++pair)
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) Format::mma(sum[i], weights.quad[i][pair][0], ONES, ONES);
   }
 };
 
-// `tokens` holds the first turn's; each further turn's are read while the one before is normalised.
+// softmax(q k^T / sqrt(HEAD_DIM)) v for ROWS row tiles of a warp, tile of keys after tile of keys (Milakov and Gimelshein 2018), so that no
+// row of scores is ever stored. q comes in units of the exponent.
+//
+// The exponent's reference need not be the maximum: a row begins with the reference 0, which serves scores of usual size, and gets the maximum
+// of a tile when the first tile's weights are too small or a later one's grow beyond LIMIT. So the usual tile has no maximum, no
+// correction and no multiplication of what is summed, and the reference is where the scores start from.
 template <typename C>
-__device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C>& tokens, const NormWeights<C>& weights, int first, int sequences, float* shared) {
-  using Pair = TokenPair<C>;
-  constexpr int LANES = Pair::LANES, VEC = Pair::VEC, STEPS = Pair::STEPS;
-  const int lane = threadIdx.x % LANES;
+struct StreamedSoftmax {
+  using Math = typename C::Math;
+  using S = typename C::Streamed;
+  using Products = typename S::Products;
+  static constexpr int STEPS = C::PADDED_HEAD_DIM / 8, ROWS = S::ROWS, KEYS = S::KEY_TILE / 8, KEY_STEPS = ceil_div(16 * C::TILES, S::KEY_TILE);
+  static constexpr int SUMS = S::SUMS_BY_PRODUCT ? 4 : 2;  // a lane's, of its two rows
+  using Query = typename S::template Query<STEPS>;
+  using Weights = typename Products::template Weights<ROWS, KEYS>;
+  using Sums = typename Products::template Sums<STEPS, S::VALUE_STRIDE, ROWS>;
+
+  Query queries[ROWS];
+  Sums sums;
+  float sum[ROWS][SUMS], start[ROWS][4];  // of a row's weights; what its scores start from
+
+  // A head's accumulators of one row tile, number `tile` of those in shared memory: queries, in units of the exponent; keys and values.
+  __device__ __forceinline__ void hold_query(int row, const float (&acc)[3 * STEPS][4]) { queries[row].hold(acc); }
+
+  static __device__ __forceinline__ void store_keys(float* keys, float* values, int tile, int lane, const float (&acc)[3 * STEPS][4]) {
+#pragma unroll
+    for (int j = 0; j < STEPS; j += 2) {
+      Math::template store_key<STEPS>(keys, tile, j, lane, reinterpret_cast<const float(&)[2][4]>(acc[STEPS + j]));
+      Math::template store_value<STEPS, C::PADDED_HEAD_DIM>(values, tile, j, lane, reinterpret_cast<const float(&)[2][4]>(acc[2 * STEPS + j]));
+    }
+  }
+
+  // Before the first tile of keys.
+  __device__ __forceinline__ void begin() {
+    sums = Sums();
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) sum[row][i] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) start[row][i] = -S::HEADROOM;
+    }
+  }
+
+  // The exponents of the warp's weights for a tile of keys.
+  __device__ __forceinline__ void exponents(float (&p)[ROWS][KEYS][4], const float (&from)[ROWS][4], const float* keys, int step, int lane) const {
+    Products::template scores<STEPS>(p, queries, from, keys, lane);
+    if (C::LENGTH % S::KEY_TILE != 0 && step == KEY_STEPS - 1) {
+#pragma unroll
+      for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (step * S::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) p[row][j][i] = minus_infinity();
+          }
+    }
+  }
+
+  // References of rows from the tile's maximum, so that its largest weight is 2^-HEADROOM; those of rows that have been summed do not fall.
+  __device__ __forceinline__ void refer(const float* keys, int step, int lane) {
+    float p[ROWS][KEYS][4];
+    exponents(p, start, keys, step, lane);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) highest = fmaxf(highest, fmaxf(p[row][j][2 * half], p[row][j][2 * half + 1]));
+        highest = group_max<4>(highest) + S::HEADROOM;
+        if (step > 0) {
+          highest = fmaxf(highest, 0.0f);
+          const float correction = exp2_approx(-highest);
+#pragma unroll
+          for (int i = half * SUMS / 2; i < (half + 1) * SUMS / 2; ++i) sum[row][i] *= correction;
+          sums.rescale(row, half, correction);
+        }
+        start[row][2 * half] -= highest, start[row][2 * half + 1] -= highest;
+      }
+  }
+
+  // Tile number `step` of the keys. meanwhile() runs when the scores are under way and the exponentials still to come, where there is something
+  // to do BESIDE them: scores that are computed at one place of the code alone take fewer registers.
+  template <bool BESIDE, typename Meanwhile>
+  __device__ __forceinline__ void add(const float* keys, const float* values, int step, int lane, Meanwhile meanwhile) {
+    Weights weights;
+    float p[ROWS][KEYS][4];
+    if constexpr (BESIDE) {
+      exponents(p, start, keys, step, lane);
+      meanwhile();
+    }
+    float added[ROWS][2];
+    bool outside = false;  // whether the references have been found not to serve
+    do {
+      if (outside) refer(keys, step, lane);
+      if (!BESIDE || outside) exponents(p, start, keys, step, lane);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) p[row][j][i] = S::power(p[row][j][i], j % 2 * 4 + i);
+      weights.take(p);
+      bool found = beyond(weights, p, added);
+      if (step == 0) found |= below(weights, added);
+      outside = __any_sync(ALL_LANES, found) & !outside;
+    } while (outside);
+    if constexpr (S::SUMS_BY_PRODUCT) {
+      Products::add_rows(sum, weights);
+    } else {
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) sum[row][0] += added[row][0], sum[row][1] += added[row][1];
+    }
+    sums.add(weights, values, lane);
+  }
+
+  // All keys of a head that lie in shared memory, one tile behind another. meanwhile(step) runs beside each tile.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void run(const float* keys, const float* values, int lane, Meanwhile meanwhile) {
 #pragma unroll 1
-  for (int turn = 0; turn < Pair::TURNS; ++turn) {
-    Pair next;
-    if (turn + 1 < Pair::TURNS) next.load_turn(x, turn + 1, first, sequences);
-    const int row_tile = Pair::index(turn) / 8, g = Pair::index(turn) % 8;
-    if (Pair::PAIRS % Pair::AT_ONCE != 0 && Pair::index(turn) >= Pair::PAIRS) break;
-    float values[2][STEPS][VEC], mean[2], inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * row_tile + 8 * half + g;
-      const bool real = row % C::PADDED_LENGTH < C::LENGTH && (C::SEQUENCES == 1 || first + row / C::PADDED_LENGTH < sequences);
-      float sum = 0.0f, squares = 0.0f;
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        unpack(values[half][step], tokens.words[half][step]);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += values[half][step][i];
-      }
-      mean[half] = group_sum<LANES>(sum) * (1.0f / C::DIM);
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-          const float centred = values[half][step][i] - mean[half];
-          if ((step * LANES + lane) * VEC + i < C::DIM) squares += centred * centred;
-        }
-      inverse[half] = rsqrtf(group_sum<LANES>(squares) * (1.0f / C::DIM) + C::EPSILON);
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const int channel = (step * LANES + lane) * VEC;
-        if constexpr (C::KEEP_X)
-          if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
-        float gain[VEC], shift[VEC];
-        unpack(gain, weights.gain[step]), unpack(shift, weights.shift[step]);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-          const float normed = fmaf((values[half][step][i] - mean[half]) * inverse[half], gain[i], shift[i]);
-          values[half][step][i] = real && channel + i < C::DIM ? normed : 0.0f;
-        }
-      }
+    for (int step = 0; step < KEY_STEPS; ++step) {
+      add<true>(keys + step * S::KEY_WORDS, values + step * S::VALUE_WORDS, step, lane, [&]() { meanwhile(step); });
     }
+  }
+
+  // The result of row tile `row`, to `to` as a row tile of operand A of the output product.
+  __device__ __forceinline__ void finish(float* to, int row, int head, int lane) const {
+    const float upper = __fdividef(1.0f, row_sum(sum[row], 0)), lower = __fdividef(1.0f, row_sum(sum[row], 1));
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      const int channel = (step * LANES + lane) * VEC;
-      if (channel < C::PADDED_DIM) {
-        constexpr int AT_ONCE = C::Math::STORED_TILES == 2 && C::FRAGMENT == 4 && VEC % 4 == 0 ? 4 : 2;
-#pragma unroll
-        for (int i = 0; i < VEC; i += AT_ONCE) {
-          float upper[AT_ONCE], lower[AT_ONCE];
-#pragma unroll
-          for (int n = 0; n < AT_ONCE; ++n) upper[n] = values[0][step][i + n], lower[n] = values[1][step][i + n];
-          C::Math::template store_rows<C::FRAGMENT, C::PADDED_DIM / 8, C::NORMED_PAGE>(shared + C::NORMED, row_tile, g, channel + i, upper, lower);
-        }
-      }
+    for (int j = 0; j < STEPS; ++j) {
+      const float c[4] = {sums.result(row, j, 0) * upper, sums.result(row, j, 1) * upper, sums.result(row, j, 2) * lower, sums.result(row, j, 3) * lower};
+      Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
     }
-    if constexpr (Pair::TURNS > 1) tokens = next;
+  }
+
+  // The same, a fragment of 16 channels after another: emit(step, quads) takes a lane's quadruples, of what is rounded and of the rests.
+  template <typename Emit>
+  __device__ __forceinline__ void result(int row, Emit emit) const {
+    const float upper = __fdividef(1.0f, row_sum(sum[row], 0)), lower = __fdividef(1.0f, row_sum(sum[row], 1));
+#pragma unroll
+    for (int step = 0; step < STEPS / 2; ++step) {
+      float c[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = sums.result(row, 2 * step + i / 4, i % 4) * (i % 4 < 2 ? upper : lower);
+      const typename Math::Tile tile = Math::tile(c[0], c[1]);
+      emit(step, reinterpret_cast<const float(&)[Math::PAGES][4]>(tile.part));
+    }
+  }
+
+  // Whether a weight is, or several of a row are, beyond LIMIT. Adds up a lane's weights of each of its rows where that is its part.
+  static __device__ __forceinline__ bool beyond(const Weights& weights, const float (&p)[ROWS][KEYS][4], float (&added)[ROWS][2]) {
+    if constexpr (S::SUMS_BY_PRODUCT) {
+      return weights.reach_two();
+    } else {
+      float largest = 0.0f;
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          added[row][half] = 0.0f;
+#pragma unroll
+          for (int j = 0; j < KEYS; ++j) added[row][half] += p[row][j][2 * half] + p[row][j][2 * half + 1];
+          largest = fmaxf(largest, added[row][half]);
+        }
+      return largest > S::LIMIT;
+    }
+  }
+
+  // Whether a row's weights are together below FLOOR.
+  static __device__ __forceinline__ bool below(const Weights& weights, const float (&added)[ROWS][2]) {
+    float sum[ROWS][SUMS] = {}, least = S::FLOOR;
+    if constexpr (S::SUMS_BY_PRODUCT) Products::add_rows(sum, weights);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (!S::SUMS_BY_PRODUCT) sum[row][half] = added[row][half];
+        least = fminf(least, row_sum(sum[row], half));
+      }
+    return least < S::FLOOR;
+  }
+
+  // Of all weights of a row: lanes have what they have added up of it, or the tensor cores' sum of the whole row.
+  static __device__ __forceinline__ float row_sum(const float (&sum)[SUMS], int half) {
+    return S::SUMS_BY_PRODUCT ? sum[half * SUMS / 2] : group_sum<4>(sum[half]);
+  }
+};
+
+// Elements of tensors are read and written here and by copy_async alone.
+// N neighbouring channels of a token (or of a vector of DIM) from `channel` on; those past DIM are zeros, if `to` begins so.
+template <int DIM, int N>
+__device__ __forceinline__ void load_channels(float (&to)[N], const Element* from, int channel) {
+  if constexpr (DIM % N == 0) {
+    if (channel < DIM) load(to, from + channel);
+  } else {
+    load_some<false>(to, from + channel, true, channel, DIM);
   }
 }
 
-// Stage 2: q, k and v of the block's tokens. Warps stand ACROSS side by side over groups of column tiles; the others take
-// further rows. A group's tiles are stored Math::STORED_TILES at once, which are neighbours in one head of one of q, k, v; from these to the
-// group's next ones are COLUMN_GROUPS times as many. Each head's columns are padded to PADDED_HEAD_DIM.
-template <typename C>
-struct QkvProduct {
-  using Math = typename C::Math;
-  using Held = HeldWeights<Math, C::PADDED_DIM, C::FRAGMENT, C::QKV_COLUMNS>;
-  static constexpr int COLUMN_GROUPS = 3 * C::INNER / 8 / C::QKV_COLUMNS, ROW_GROUPS = C::ROWS / 16 / C::QKV_ROWS;
-  static constexpr int ACROSS = C::QKV_WARPS_ACROSS, DOWN = C::WARPS / ACROSS;
-  static constexpr int AT_ONCE = Math::STORED_TILES;
-
-  // Column tile j of a group.
-  static __device__ __forceinline__ int column_tile(int j, int group) { return (j / AT_ONCE * COLUMN_GROUPS + group) * AT_ONCE + j % AT_ONCE; }
-
-  // Weights of `column` (which counts through the padded heads of q, k and v) from channel k on: values, or the words that hold them.
-  template <typename T, int N>
-  static __device__ __forceinline__ void load_weights(const Element* __restrict__ weight, int column, int k, T (&to)[N]) {
-    int row = column;
-    bool real = true;
-    if constexpr (C::HEAD_DIM < C::PADDED_HEAD_DIM) {
-      const int head = column / C::PADDED_HEAD_DIM, within = column % C::PADDED_HEAD_DIM;  // head counts through q, k and v
-      row = head * C::HEAD_DIM + within, real = within < C::HEAD_DIM;
-    }
-    const Element* from = weight + row * C::DIM + k;
+template <int DIM, int N>
+__device__ __forceinline__ void store_channels(Element* to, int channel, const float (&values)[N]) {
+  if constexpr (DIM % N == 0) {
+    if (channel < DIM) store_global(to + channel, values);
+  } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = T{};
-    if constexpr (C::DIM % C::FRAGMENT == 0) {
-      if (real && (C::DIM == C::PADDED_DIM || k < C::DIM)) load_here(to, from);
-    } else {
-      load_some<true>(to, from, real, k, C::DIM);
-    }
+    for (int i = 0; i < N; ++i)
+      if (channel + i < DIM) put(to + channel + i, values[i]);
   }
+}
 
-  // FRAGMENT weights of a column of tile j of the group, from channel k on.
-  struct Load {
-    const Element* __restrict__ weight;
-    int group;
+// The column of the result that is accumulated as `column`: a lane has two columns of each column tile, and of RUN / 2 tiles these are
+// neighbours.
+template <int RUN>
+__device__ __forceinline__ int result_column(int column) {
+  constexpr int TILES = RUN / 2;
+  return column / (8 * TILES) * (8 * TILES) + column % 8 / 2 * RUN + column / 8 % TILES * 2 + column % 2;
+}
 
-    template <typename T, int N>
-    __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
-      load_weights(weight, column_tile(j, group) * 8 + within_tile, k, to);
-    }
-  };
-
-  template <typename GetB>
-  static __device__ __forceinline__ void rows(float* shared, int group, int warp, int lane, GetB operand) {
-    constexpr int STEPS = C::INNER / 8;
-#pragma unroll 1
-    for (int turn = 0; turn < ceil_div(ROW_GROUPS, DOWN); ++turn) {
-      const int row_group = warp / ACROSS + turn * DOWN, first_tile = row_group * C::QKV_ROWS;
-      if (ROW_GROUPS % DOWN != 0 && row_group >= ROW_GROUPS) break;
-      float acc[C::QKV_ROWS][C::QKV_COLUMNS][4] = {};
-      Math::template product<C::PADDED_DIM, C::FRAGMENT, C::NORMED_PAGE>(acc, shared + C::NORMED + first_tile * C::NORMED_PAGES * C::NORMED_PAGE, lane, operand);
-#pragma unroll
-      for (int j = 0; j < C::QKV_COLUMNS; j += AT_ONCE) {
-        constexpr int EACH = C::QKV_COLUMNS / 3;  // a group with as many tiles of q as of k and v knows which is which
-        const int which = C::QKV_COLUMNS % 3 == 0 ? j / (EACH > 0 ? EACH : 1) : column_tile(j, group) / STEPS;
-        const int step = column_tile(j, group) - which * STEPS;
-#pragma unroll
-        for (int i = 0; i < C::QKV_ROWS; ++i) {
-          const float(&tiles)[AT_ONCE][4] = reinterpret_cast<const float(&)[AT_ONCE][4]>(acc[i][j]);
-          if (which == 0)
-            Math::template store_query<STEPS>(shared + C::QUERY, first_tile + i, step, lane, tiles);
-          else if (which == 1)
-            Math::template store_key<STEPS>(shared + C::KEY, first_tile + i, step, lane, tiles);
-          else
-            Math::template store_value<STEPS, C::VALUE_STRIDE>(shared + C::VALUE, first_tile + i, step, lane, tiles);
-        }
-      }
-    }
-  }
-
-  // Weights held in registers for all rows; with the first column group's already there when PREFETCHED.
-  template <bool PREFETCHED>
-  static __device__ __forceinline__ void run(float* shared, const Element* __restrict__ weight, Held& held) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
-      const int group = warp % ACROSS + turn * ACROSS;
-      if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
-      if (!PREFETCHED || turn > 0) held.read(lane, Load{weight, group});
-      held.pack();
-      rows(shared, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
-    }
-  }
-
-  // Weights read from global memory (and the caches) at each use.
-  static __device__ __forceinline__ void run_streaming(float* shared, const Element* __restrict__ weight) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
-      const int group = warp % ACROSS + turn * ACROSS;
-      if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
-      rows(shared, group, warp, lane, [&](int j, int step) { return Math::pack(Math::template read<C::FRAGMENT>(j, step, lane, Load{weight, group})); });
-    }
-  }
+// The tiled product on Hopper's matrix unit. P states it: a block has ROW_TILES * 16 rows, four of these tiles a warpgroup, and turns over
+// column tiles of COLUMNS, of which the PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE, one swizzled
+// row of 64 indices. Operand A stays in shared memory for all of the sum, in the order [rounded, rest][tile of the sum][row]. The weights
+// come as kernel 0 has packed them: what a step needs is one piece, brought into one of STAGES buffers by one bulk copy.
+template <typename Math>
+struct HalfFormat;
+template <typename F, int N>
+struct HalfFormat<HalfCore<F, N>> {
+  using Format = F;
+  static constexpr int OPERANDS = N;  // 1, or 2 with the rests
 };
 
-// Stage 3: softmax(q k^T / sqrt(HEAD_DIM)) v, a warp for 16 queries of one head, streaming over tiles of keys with a running
-// maximum and sum (Milakov and Gimelshein 2018), so that no row of scores is ever stored. The result takes the place of the queries in
-// shared memory, in the same fragments: these 16 rows of one head are read by this warp alone, each quadruple by the lane that replaces it
-// (or, in Ffma, by lanes of the same row).
-template <typename C>
-struct Attention {
-  using Math = typename C::Math;
-  static constexpr int TILES = C::PADDED_LENGTH / 16, UNITS = C::SEQUENCES * TILES * C::HEADS, STEPS = C::INNER / 8;
-  static constexpr int KEYS = C::KEY_TILE / 8, COLUMNS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE;
+template <typename P>
+struct WarpgroupProduct {
+  using Math = typename P::Math;
+  using Format = typename HalfFormat<Math>::Format;
+  static constexpr int OPERANDS = HalfFormat<Math>::OPERANDS, TILES = P::WARP_COLUMN_TILES, ROWS = 16 * P::ROW_TILES;
+  static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
+  static constexpr int ROW = P::SUM_TILE / 2, B_OPERAND = P::COLUMNS * ROW;  // words of a row of a buffer, of an operand in it
+  static constexpr int A_INDICES = 2 * SWIZZLED_ROW, A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = P::SUM / A_INDICES * A_TILE;
 
-  // q, k and v of one row tile and head as fragments in shared memory.
-  struct Shared {
-    static constexpr bool IN_SHARED = true;
-    static constexpr int UNROLL = KEY_STEPS <= 4 ? KEY_STEPS : 1;
-    const float* shared;
-    int tile, head, lane;
-
-    __device__ __forceinline__ int first_key(int step) const { return tile / TILES * TILES + step * (C::KEY_TILE / 16); }
-
-    __device__ __forceinline__ void scores(float (&p)[1][KEYS][4], int step) const {
-      Math::template scores<COLUMNS, STEPS>(p, shared + C::QUERY, shared + C::KEY, tile, first_key(step), head * COLUMNS, lane);
+  // N neighbouring indices from `index` on of a row, into operand A.
+  template <int N>
+  static __device__ __forceinline__ void store_row(float* a, int row, int index, const float (&values)[N]) {
+    unsigned words[OPERANDS][N / 2];
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const typename Math::Words split = Math::split(values[i], values[i + 1]);
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) words[which][i / 2] = split.part[which];
     }
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) store(a + which * A_OPERAND + index / A_INDICES * A_TILE + swizzled(row, index % A_INDICES), words[which]);
+  }
 
-    __device__ __forceinline__ void weighted_sum(float (&out)[1][COLUMNS][4], const float (&p)[1][KEYS][4], int step) const {
-      Math::template weighted_sum<STEPS, C::VALUE_STRIDE>(out, p, shared + C::VALUE, first_key(step), head * COLUMNS, lane);
-    }
-  };
+  // Operand A's 64 rows number `rows`, ROWS_OF_A from the 64 before; what tile `sum_tile` of the sum adds to that, and tiles in a swizzled row.
+  static constexpr int ROWS_OF_A = 64 * SWIZZLED_ROW / 4, TILES_OF_A = A_INDICES / P::SUM_TILE;
+  static __device__ __forceinline__ unsigned long long rows(const float* a, int rows) { return matrix_descriptor(a) + rows * ROWS_OF_A; }
+  static __device__ __forceinline__ int tile_of_sum(int sum_tile) { return sum_tile / TILES_OF_A * (A_TILE / 4) + sum_tile % TILES_OF_A * (P::SUM_TILE / 8); }
 
-  static __device__ __forceinline__ void run(float* shared) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int turn = 0; turn < ceil_div(UNITS, C::WARPS); ++turn) {
-      const int unit = warp + turn * C::WARPS;
-      if (UNITS % C::WARPS != 0 && unit >= UNITS) break;
-      const int head = unit % C::HEADS, tile = unit / C::HEADS;
-      attend(shared, Shared{shared, tile, head, lane}, tile, head, lane);
+  // Two neighbouring fragments of 16 rows from `row` on, numbers 2 `pair` and 2 `pair` + 1 in the sum, into operand A: a lane has words (g, k), (g+8, k),
+  // (g, k+8), (g+8, k+8) of each. A chunk is a row's four words of a lane, and the chunks of two pairs alternate: rows g and g+1, whose stores
+  // go together, then have different banks. So a tile of the sum has its indices in another order, which the weights are packed in as well.
+  static __device__ __forceinline__ void store_fragments(float* a, int which, int row, int pair, int lane, const float (&quads)[2][4]) {
+    float* to = a + which * A_OPERAND + pair / 2 * A_TILE;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float chunk[4] = {quads[0][half], quads[0][2 + half], quads[1][half], quads[1][2 + half]};
+      store(to + swizzled(row + 8 * half + lane / 4, 8 * (2 * (lane % 4) + pair % 2)), chunk);
     }
   }
 
-  // One row tile and head; operands.scores(p, step) and operands.weighted_sum(out, p, step) multiply a step's keys and values.
-  template <typename Operands>
-  static __device__ __forceinline__ void attend(float* shared, const Operands& operands, int tile, int head, int lane) {
-    float out[1][COLUMNS][4] = {};
-    float sum[2] = {}, highest[2] = {minus_infinity(), minus_infinity()};
-#pragma unroll Operands::UNROLL
-    for (int step = 0; step < KEY_STEPS; ++step) {
-      float p[1][KEYS][4] = {};
-      operands.scores(p, step);
-      if constexpr (C::LENGTH < C::PADDED_LENGTH) {
+  static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {
+    const int stage = step % P::STAGES, tile = (part + step / SUM_TILES * P::PARTS) * SUM_TILES + step % SUM_TILES;
+    start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);
+  }
+
+  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns, for which before(row_tile,
+  // column) is called ahead of the products.
+  template <typename Fill, typename Before, typename Store>
+  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Before before, Store store_result) {
+    const int row_tile = threadIdx.x / 32, warpgroup = row_tile / 4;
+    const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < P::STAGES; ++stage) init_barrier(shared + P::BARRIERS + 2 * stage);
+      publish_barriers();
+      for (int step = 0; step < min(P::STAGES, steps); ++step) start(shared, packed, step, part);
+    }
+    fill(shared);
+    fence_async_proxy();
+    __syncthreads();  // operand A and the barriers are there for all
+    int step = 0, stage = 0, round = 0;  // stage: the step's buffer; round: how often it has been used before
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      const int column = (part + turn * P::PARTS) * P::COLUMNS;
+      before(row_tile, column);
+      float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
+#pragma unroll 1
+      for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
+        const unsigned long long a = rows(shared, warpgroup) + tile_of_sum(sum_tile), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
+        wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, round % 2);
+        wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            if (step * C::KEY_TILE + 8 * j + 2 * (lane % 4) + i % 2 >= C::LENGTH) p[0][j][i] = minus_infinity();
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float now = highest[half];
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j) now = fmaxf(now, fmaxf(p[0][j][2 * half], p[0][j][2 * half + 1]));
-        now = group_max<4>(now);
-        const float bias = now * C::EXPONENT_SCALE;
-        const float correction = exp2_approx(fmaf(highest[half], C::EXPONENT_SCALE, -bias));
-        float tile_sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            p[0][j][i] = exp2_approx(fmaf(p[0][j][i], C::EXPONENT_SCALE, -bias));
-            tile_sum += p[0][j][i];
+        for (int k = 0; k < P::SUM_TILE / 16; ++k) {
+          const bool accumulate = sum_tile > 0 || k > 0;
+          if constexpr (OPERANDS == 2) {
+            wgmma(Format{}, rest, a + A_OPERAND / 4 + 2 * k, b + 2 * k, accumulate);
+            wgmma(Format{}, rest, a + 2 * k, b + B_OPERAND / 4 + 2 * k, true);
           }
-        if (step > 0) {
-          sum[half] *= correction;
-#pragma unroll
-          for (int j = 0; j < COLUMNS; ++j) out[0][j][2 * half] *= correction, out[0][j][2 * half + 1] *= correction;
+          wgmma(Format{}, acc, a + 2 * k, b + 2 * k, accumulate);
         }
-        sum[half] += tile_sum;
-        highest[half] = now;
+        wgmma_commit();
+        wgmma_wait<1>();
+        __syncthreads();  // the step before is done for all, and its buffer is free
+        if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, packed, step - 1 + P::STAGES, part);
+        if (++stage == P::STAGES) stage = 0, ++round;
       }
-      operands.weighted_sum(out, p, step);
-    }
-    if constexpr (Operands::IN_SHARED) __syncwarp();  // the queries have been read
-    const float upper = __fdividef(1.0f, group_sum<4>(sum[0])), lower = __fdividef(1.0f, group_sum<4>(sum[1]));
-    constexpr int AT_ONCE = Math::STORED_TILES;
+      wgmma_wait<0>();
+      keep_in_registers(acc);
+      if constexpr (OPERANDS == 2) {
+        keep_in_registers(rest);
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j += AT_ONCE) {
-      float c[AT_ONCE][4];
+        for (int j = 0; j < TILES; ++j)
 #pragma unroll
-      for (int next = 0; next < AT_ONCE; ++next)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[next][i] = out[0][j + next][i] * (i < 2 ? upper : lower);
-      Math::template store_query<STEPS>(shared + C::QUERY, tile, head * COLUMNS + j, lane, c);
-    }
-  }
-};
-
-// Stages 2 and 3 without shared memory between them: a warp computes q, k and v of one head for all tokens of one sequence, keeps them as
-// operands in registers, and then its attention. Accumulators of q are where operand A of the scores has to be, those of k where their
-// operand B has to be, and those of v, transposed within the warp, where operand B of the weighted sum has to be.
-// The weights are held in portions: MATRICES of q, k and v for 16 channels of the head. Row tiles go ROWS at a time, with a __syncwarp between, over
-// which the compiler moves no loads: it would fetch the tokens of all of them at once, and run out of registers.
-template <typename C>
-struct HeadRegisters {
-  using Math = typename C::Math;
-  using Tile = typename Math::Tile;
-  static constexpr int TILES = C::PADDED_LENGTH / 16, SLICES = C::PADDED_HEAD_DIM / 16, ROWS = C::QKV_ROWS;
-  static constexpr int MATRICES = C::QKV_COLUMNS / 2, TURNS = 3 / MATRICES, PORTIONS = TURNS * SLICES;
-  using Held = HeldWeights<Math, C::PADDED_DIM, C::FRAGMENT, 2 * MATRICES>;
-
-  Tile operands[3][TILES][SLICES];  // q, k and v transposed
-
-  static __device__ __forceinline__ int head() { return static_cast<int>(threadIdx.x) / 32 % C::HEADS; }
-  static __device__ __forceinline__ int sequence() { return threadIdx.x / 32 / C::HEADS; }
-
-  // Which of q, k and v the matrix `m` of a portion is: q comes last, as it is needed first.
-  static __device__ __forceinline__ constexpr int matrix(int portion, int m) { return MATRICES == 3 ? m : (portion % TURNS + 1) % 3; }
-
-  // FRAGMENT weights of a column of tile j of a portion, from channel k on.
-  struct Load {
-    const Element* __restrict__ weight;
-    int portion;
-
-    template <typename T, int N>
-    __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
-      const int column = (matrix(portion, j / 2) * C::HEADS + head()) * C::PADDED_HEAD_DIM + 16 * (portion / TURNS) + 8 * (j % 2) + within_tile;
-      QkvProduct<C>::load_weights(weight, column, k, to);
-    }
-  };
-
-  // `held` has the first portion's weights; those of further ones are read here.
-  __device__ __forceinline__ void project(const float* shared, const Element* __restrict__ weight, Held& held) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int portion = 0; portion < PORTIONS; ++portion) {
-      if (portion > 0) {
-        __syncwarp();
-        held.read(lane, Load{weight, portion}), held.pack();
+          for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
       }
-#pragma unroll
-      for (int first = 0; first < TILES; first += ROWS) {
-        __syncwarp();
-        multiply(shared, held, portion, first, lane);
-      }
+      store_result(row_tile, column, acc);
     }
   }
 
-  // One portion for ROWS row tiles.
-  __device__ __forceinline__ void multiply(const float* shared, const Held& held, int portion, int first, int lane) {
-    const float* a = shared + C::NORMED + (sequence() * TILES + first) * C::NORMED_PAGES * C::NORMED_PAGE;
-    float acc[ROWS][2 * MATRICES][4] = {};
-    typename Math::template Sums<ROWS, 2 * MATRICES> sums;
+  // Kernel 0: eight neighbouring weights of a column, number `chunk` of them all, to where a bulk copy takes them from: tiles of the columns
+  // and in them of the sum, each as a buffer holds it. Weights are split here, once for all blocks.
+  static __device__ __forceinline__ void pack(const Element* __restrict__ weight, float* packed, int chunk) {
+    constexpr int CHUNKS = P::SUM_TILE / 8;  // of a row
+    const int k = chunk % CHUNKS * 8, column = chunk / CHUNKS % P::COLUMNS, tile = chunk / CHUNKS / P::COLUMNS;
+    const int row = tile / SUM_TILES * P::COLUMNS + result_column<P::RUN>(column), index = tile % SUM_TILES * P::SUM_TILE + k;
+    float values[8] = {};
+    constexpr int N = P::COPY;
 #pragma unroll
-    for (int step = 0; step < Held::STEPS; ++step) {
-      Tile tokens[ROWS];
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) tokens[i] = Math::template load_tile<C::NORMED_PAGE>(a + (i * Held::STEPS + step) * Math::PAGES * C::NORMED_PAGE, lane);
-#pragma unroll
-      for (int m = 0; m < MATRICES; ++m) {
-        const Tile weights = Math::tile(held.values[2 * m][step], held.values[2 * m + 1][step]);
-#pragma unroll
-        for (int octet = 0; octet < 2; ++octet)
-#pragma unroll
-          for (int i = 0; i < ROWS; ++i) Math::multiply(acc, sums, i, 2 * m + octet, tokens[i], weights, octet);
-      }
-    }
-    sums.add_to(acc);
-#pragma unroll
-    for (int m = 0; m < MATRICES; ++m)
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) {
-        const Tile result = Math::tile(acc[i][2 * m], acc[i][2 * m + 1]);
-        operands[matrix(portion, m)][first + i][portion / TURNS] = matrix(portion, m) == 2 ? Math::transposed(result) : result;
-      }
-  }
-
-  // Those of row tile `tile`, as Attention::attend multiplies them.
-  struct RowTile {
-    static constexpr bool IN_SHARED = false;
-    static constexpr int KEYS = C::KEY_TILE / 8, UNROLL = C::PADDED_LENGTH / C::KEY_TILE;
-    const Tile (&operands)[3][TILES][SLICES];
-    int tile;
-
-    __device__ __forceinline__ void scores(float (&p)[1][KEYS][4], int step) const {
-      typename Math::template Sums<1, KEYS> sums;
-#pragma unroll
-      for (int slice = 0; slice < SLICES; ++slice)
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-          Math::multiply(p, sums, 0, j, operands[0][tile][slice], operands[1][step * (KEYS / 2) + j / 2][slice], j % 2);
-      sums.add_to(p);
-    }
-
-    __device__ __forceinline__ void weighted_sum(float (&out)[1][2 * SLICES][4], const float (&p)[1][KEYS][4], int step) const {
-      typename Math::template Sums<1, 2 * SLICES> sums;
-#pragma unroll
-      for (int pair = 0; pair < KEYS / 2; ++pair) {
-        const Tile weights = Math::tile(p[0][2 * pair], p[0][2 * pair + 1]);
-#pragma unroll
-        for (int j = 0; j < 2 * SLICES; ++j) Math::multiply(out, sums, 0, j, weights, operands[2][step * (KEYS / 2) + pair][j / 2], j % 2);
-      }
-      sums.add_to(out);
-    }
-  };
-
-  __device__ __forceinline__ void attend(float* shared) const {
-#pragma unroll
-    for (int first = 0; first < TILES; first += ROWS) {
-      __syncwarp();
-#pragma unroll
-      for (int tile = first; tile < first + ROWS; ++tile)
-        Attention<C>::attend(shared, RowTile{operands, tile}, sequence() * TILES + tile, head(), threadIdx.x % 32);
-    }
-  }
-};
-
-// Stage 4: output product, bias and residual, written to the grid by stride.
-template <typename C>
-struct OutProduct {
-  using Math = typename C::Math;
-  using Held = HeldWeights<Math, C::INNER, 2, C::OUT_COLUMNS>;
-  static constexpr int COLUMN_GROUPS = ceil_div(C::DIM, 8) / C::OUT_COLUMNS, ROW_GROUPS = C::ROWS / 16 / C::OUT_ROWS;
-  static constexpr int ACROSS = C::OUT_WARPS_ACROSS, DOWN = C::WARPS / ACROSS;
-
-  // Two weights of a column of tile j of the group, from padded inner column k on: values, or the word that holds them.
-  struct Load {
-    const Element* __restrict__ weight;
-    int group;
-
-    template <typename T, int N>
-    __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
-      const int column = (group * C::OUT_COLUMNS + j) * 8 + within_tile;
-      const bool real = C::DIM % 8 == 0 || column < C::DIM;
-      const int within = C::HEAD_DIM < C::PADDED_HEAD_DIM ? k % C::PADDED_HEAD_DIM : 0;
-      const Element* from = weight + column * C::DIM + k - k / C::PADDED_HEAD_DIM * (C::PADDED_HEAD_DIM - C::HEAD_DIM);
-#pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = T{};
-      if constexpr (C::HEAD_DIM % 2 == 0) {
-        if (real && within < C::HEAD_DIM) load_here(to, from);
+    for (int i = 0; i < 8; i += N) {
+      const Element* from = P::weight(weight, row, index + i);
+      if (from == nullptr) continue;
+      if constexpr (N >= PER_WORD) {
+        load(reinterpret_cast<float(&)[N]>(values[i]), from);
       } else {
-        load_some<true>(to, from, real, within, C::HEAD_DIM);
+        float two[2] = {};
+        load_some<true>(two, from, true, 0, 1);
+        values[i] = two[0];
       }
+    }
+    float* to = packed + static_cast<long long>(tile) * P::B_TILE + swizzled<ROW>(column, k);
+    unsigned words[OPERANDS][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const typename Math::Words split = Math::split(values[2 * i], values[2 * i + 1]);
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) words[which][i] = split.part[which];
+    }
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) store(to + which * B_OPERAND, words[which]);
+  }
+};
+
+constexpr int CHUNK = 8;  // channels that a lane loads and stores together: 16 bytes of a swizzled row
+
+// A chunk of a token (or of a vector of DIM) from `channel` on, in loads as wide as all tokens are aligned for; what is past DIM stays as it is.
+template <int DIM>
+__device__ __forceinline__ void load_chunk(Word (&to)[CHUNK / PER_WORD], const Element* from, int channel) {
+  if constexpr (DIM % PER_WORD == 0) {
+    constexpr int MOST = 4 * PER_WORD, N = DIM % MOST == 0 ? MOST : DIM % (MOST / 2) == 0 ? MOST / 2 : PER_WORD;
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += N)
+      if (channel + i < DIM) load(reinterpret_cast<Word(&)[N / PER_WORD]>(to[i / PER_WORD]), from + channel + i);
+  } else {
+    load_some<false>(to, from + channel, true, channel, DIM);
+  }
+}
+
+// The block's tokens, normalised (LayerNorm with the biased variance), all channels of them. A group of NORM_LANES lanes has NORM_HELD tokens at a time
+// in registers, of which each lane has every NORM_LANES-th chunk: a warp reads whole sectors of several tokens, all loads of a turn are
+// under way before the first is waited for, and a sum takes few shuffles. store(row_tile, row, channel, values) takes a chunk. Tokens past a
+// sequence's end, row tiles past the last one and channels past DIM become zeros.
+template <typename C, typename Store>
+__device__ __forceinline__ void normalise_by_groups(const Element* x, const Element* __restrict__ weight, const Element* __restrict__ bias, int first_tile, int row_tiles, Store store_chunk) {
+  using P = typename C::Qkv;
+  constexpr int LANES = P::NORM_LANES, HELD = P::NORM_HELD, STEPS = ceil_div(P::SUM, LANES * CHUNK), GROUPS = 32 / LANES;
+  constexpr int TURNS = 16 / (GROUPS * HELD), WARP_TURNS = TURNS * P::ROW_TILES / (P::THREADS / 32);  // of a row tile; of a warp
+  const int lane = threadIdx.x % LANES, group = threadIdx.x % 32 / LANES;
+  // Eight lanes store at once: chunks of one row, or half the chunks of two, which lie in other banks where the rows are four apart.
+  const int first_row = LANES == 4 ? group % 2 * 4 + group / 2 : group;
+#pragma unroll 1
+  for (int turn = 0; turn < WARP_TURNS; ++turn) {
+    const int at = threadIdx.x / 32 * WARP_TURNS + turn, row_tile = at / TURNS, row = at % TURNS * (GROUPS * HELD) + first_row;
+    const int tile = min(first_tile + row_tile, row_tiles - 1), sequence = tile / C::TILES;  // where there is none, another of the block's own is read
+    bool real[HELD];
+    Word words[HELD][STEPS][CHUNK / PER_WORD] = {};
+#pragma unroll
+    for (int held = 0; held < HELD; ++held) {
+      const int token = tile % C::TILES * 16 + row + held * GROUPS;
+      real[held] = first_tile + row_tile < row_tiles && (C::LENGTH % 16 == 0 || token < C::LENGTH);
+      const Element* from = x + C::offset(sequence, C::LENGTH % 16 == 0 ? token : min(token, C::LENGTH - 1));
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) load_chunk<C::DIM>(words[held][step], from, (step * LANES + lane) * CHUNK);
+    }
+    float values[HELD][STEPS][CHUNK], inverse[HELD];
+#pragma unroll
+    for (int held = 0; held < HELD; ++held) {
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) unpack(values[held][step], words[held][step]);
+      float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) sum += values[held][step][i];
+      const float mean = group_sum<LANES>(sum) * (1.0f / C::DIM);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+          values[held][step][i] -= mean;
+          if ((step * LANES + lane) * CHUNK + i < C::DIM) squares = fmaf(values[held][step][i], values[held][step][i], squares);
+        }
+      inverse[held] = rsqrtf(group_sum<LANES>(squares) * (1.0f / C::DIM) + C::EPSILON);
+    }
+    constexpr float zeros[CHUNK] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int channel = (step * LANES + lane) * CHUNK;
+      if (channel >= P::SUM) continue;
+      Word gain_words[CHUNK / PER_WORD] = {}, shift_words[CHUNK / PER_WORD] = {};
+      load_chunk<C::DIM>(gain_words, weight, channel), load_chunk<C::DIM>(shift_words, bias, channel);
+      float gain[CHUNK], shift[CHUNK];
+      unpack(gain, gain_words), unpack(shift, shift_words);
+#pragma unroll
+      for (int held = 0; held < HELD; ++held) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+          const float normed = fmaf(values[held][step][i] * inverse[held], gain[i], shift[i]);
+          values[held][step][i] = channel + i < C::DIM ? normed : 0.0f;
+        }
+        store_chunk(row_tile, row + held * GROUPS, channel, values[held][step]);
+      }
+    }
+#pragma unroll
+    for (int held = 0; held < HELD; ++held)
+      if (!real[held])
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+          if (const int channel = (step * LANES + lane) * CHUNK; channel < P::SUM) store_chunk(row_tile, row + held * GROUPS, channel, zeros);
+  }
+}
+
+// TILES neighbouring column tiles of a row tile of the output product, from column `column` on, with bias and residual, into y.
+// An element of y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x
+// behind earlier stores to y: the residuals of up to 8 column tiles are read before the first store, so that they wait for memory
+// together, and all of them before the product (`before`) where they take few registers.
+// BEGUN: sums begin with the bias, so that nobody waits for it behind the product.
+template <typename C, int TILES, bool BEGUN = false>
+struct OutputTiles {
+  static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
+  static_assert(TILES % TOGETHER == 0, "column tiles that go together");
+  static constexpr bool EARLY = PER_WORD == 2 && TILES <= 16;
+  Word words[EARLY ? TILES / TOGETHER : 1][2][RUNS][RUN / PER_WORD];
+
+  __device__ __forceinline__ void read(Word (&to)[2][RUNS][RUN / PER_WORD], const Element* x, int tile, int row_tiles, int channel, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+#pragma unroll
+        for (int i = 0; i < RUN / PER_WORD; ++i) to[half][run][i] = Word(0);
+        if (tile < row_tiles && token < C::LENGTH) load_channels<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void before(const Element* x, int tile, int row_tiles, int column, int lane) {
+    if constexpr (EARLY) {
+#pragma unroll
+      for (int first = 0; first < TILES; first += TOGETHER) read(words[first / TOGETHER], x, tile, row_tiles, column + 8 * first + RUN * (lane % 4), lane);
+    }
+  }
+
+  static __device__ __forceinline__ void begin(float (&acc)[TILES][4], const Element* __restrict__ out_bias, int column, int lane) {
+#pragma unroll
+    for (int j = 0; j < TILES; j += RUN / 2) {
+      float bias[RUN] = {};
+      load_channels<C::DIM>(bias, out_bias, column + 8 * j + RUN * (lane % 4));
+#pragma unroll
+      for (int i = 0; i < 2 * RUN; ++i) acc[j + i / 4][i % 4] = bias[i / 4 * 2 + i % 2];
+    }
+  }
+
+  __device__ __forceinline__ void after(const Element* x, Element* y, const Element* __restrict__ out_bias, int tile, int row_tiles, int column, int lane, const float (&acc)[TILES][4]) {
+#pragma unroll
+    for (int first = 0; first < TILES; first += TOGETHER) {
+      const int channel = column + 8 * first + RUN * (lane % 4);
+      Word(&held)[2][RUNS][RUN / PER_WORD] = words[EARLY ? first / TOGETHER : 0];
+      if constexpr (!EARLY) read(held, x, tile, row_tiles, channel, lane);
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run) {
+        float bias[RUN] = {};
+        if constexpr (!BEGUN) load_channels<C::DIM>(bias, out_bias, channel + 4 * RUN * run);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
+          if (tile >= row_tiles || token >= C::LENGTH) continue;
+          float sums[RUN];
+          unpack(sums, held[half][run]);
+#pragma unroll
+          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + (BEGUN ? 0.0f : bias[c]);
+          store_channels<C::DIM>(y + C::offset(tile / C::TILES, token), channel + 4 * RUN * run, sums);
+        }
+      }
+    }
+  }
+};
+
+// A whole axis in one kernel, by warpgroups. A block has SEQUENCES sequences, of which a warp has ROWS row tiles: their normalised tokens stay in
+// shared memory as operand A of the QKV product, of which a column tile is HEAD_GROUP heads. Their queries stay in their warp's registers, their
+// keys and values lie in shared memory for the warps of the sequence. A head's result goes to its place in operand A of the output product or,
+// where that is the tokens' place, to scratch until there are no more heads.
+//
+// The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one column
+// tile. With OVERLAP the steps of the next heads are spread over the tiles of keys of these, so that the matrix unit multiplies
+// while the warps compute exponentials.
+template <typename C>
+struct Resident {
+  using Math = typename C::Math;
+  using Qkv = typename C::Qkv;
+  using Out = typename C::Out;
+  using First = WarpgroupProduct<Qkv>;
+  using Second = WarpgroupProduct<Out>;
+  using S = typename C::Streamed;
+  using Softmax = StreamedSoftmax<C>;
+  using Format = typename First::Format;
+  static constexpr int OPERANDS = First::OPERANDS, ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEY_STEPS = Softmax::KEY_STEPS;
+  static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = First::COLUMN_TILES * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
+  static constexpr int BLOCK_TILES = C::SEQUENCES * C::TILES;  // row tiles of the block that may be real
+  static constexpr int KEPT_TILES = S::BY_WARPGROUPS ? Qkv::ROW_TILES : BLOCK_TILES;  // of keys: the matrix unit's are whole blocks of 64
+  static constexpr int PAGES = C::INNER / 16 * OPERANDS;  // of the attention's result in a row tile
+  static constexpr int FIRST_TILES = Qkv::WARP_COLUMN_TILES, SECOND_TILES = Out::WARP_COLUMN_TILES;
+  static constexpr int GROUP = C::HEAD_GROUP, HEAD_WORDS = KEPT_TILES * C::ROW_TILE;  // of a head's keys, and of its values
+
+  // Where row tile `tile` of the block lies in operand A: a warpgroup has 64 rows of each of ROWS products, of which warp w has rows 16 w and on.
+  static __device__ __forceinline__ int position(int tile) {
+    const int warp = tile / ROWS;
+    return (warp / 4 * ROWS + tile % ROWS) * 4 + warp % 4;
+  }
+
+  // The ring, and where a warp is in it.
+  struct Ring {
+    float* shared;
+    const float *packed_qkv, *packed_out;
+    int warpgroup;
+    int step, stage, round;  // the next one; its buffer, and how often that has been used before
+    int filled;              // the first step whose copy has not been started
+
+    // Starts the copy of what step `at` needs.
+    __device__ __forceinline__ void start(int at) const {
+      const int stage = at % STAGES;
+      const bool first = at < FIRST_STEPS;
+      const float* from = first ? packed_qkv + static_cast<long long>(at) * Qkv::B_TILE : packed_out + static_cast<long long>(at - FIRST_STEPS) * Out::B_TILE;
+      start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
+    }
+
+    // Has buffers filled again: all threads are done with the first `done` steps.
+    __device__ __forceinline__ void refill(int done) {
+      if (threadIdx.x != 0) return;
+#pragma unroll 1
+      for (; filled < min(done + STAGES, ALL_STEPS); ++filled) start(filled);
     }
   };
 
-  template <typename GetB>
-  static __device__ __forceinline__ void rows(const float* shared, const Element* x, Element* y, const Element* __restrict__ bias, int first, int sequences,
-                                              int group, int warp, int lane, GetB operand) {
+  // Sums of nothing: a product that begins them would do, but in a loop it would keep their registers occupied from the kernel's start on.
+  template <int N, int TILES>
+  static __device__ __forceinline__ void clear(float (&sums)[N][TILES][4]) {
+#pragma unroll
+    for (int row = 0; row < N; ++row) {
+#pragma unroll
+      for (int i = 0; i < TILES * 4; ++i) sums[row][i / 4][i % 4] = 0.0f;
+      keep_in_registers(sums[row]);
+    }
+  }
+
+  // The next step of the ring, which lies in buffer `stage` and is of round `round`, with the rows of operand A from `a` on: starts it, waits until the
+  // step before is done for all (DONE: it is for this warp), and has the buffer of that filled again. begun: whether it adds to sums, as those of the output do to the bias; last:
+  // whether a barrier follows anyway.
+  template <typename P, bool DONE, int TILES>
+  static __device__ __forceinline__ void multiply(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], Ring& ring, int stage, int round,
+                                                  unsigned long long a, bool begun, bool last) {
+    using Product = WarpgroupProduct<P>;
+    const unsigned long long b = matrix_descriptor<Product::ROW>(ring.shared + C::RING + stage * C::RING_TILE);
+    wait_for_bulk_copy(ring.shared + C::BARRIERS + 2 * stage, round % 2);
+    wgmma_fence();
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row, a += Product::ROWS_OF_A) {
+#pragma unroll
+      for (int k = 0; k < P::SUM_TILE / 16; ++k) {
+        if constexpr (OPERANDS == 2) {
+          wgmma(Format{}, rest[row], a + Product::A_OPERAND / 4 + 2 * k, b + 2 * k, begun || k > 0);
+          wgmma(Format{}, rest[row], a + 2 * k, b + Product::B_OPERAND / 4 + 2 * k, true);
+        }
+        wgmma(Format{}, acc[row], a + 2 * k, b + 2 * k, begun || k > 0 || SAME<P, Out>);
+      }
+    }
+    wgmma_commit();
+    if constexpr (!DONE) wgmma_wait<1>();
+    if (!last) {
+      __syncthreads();  // the step before is done for all
+      ring.refill(ring.step);
+    }
+    ++ring.step;
+    if (++ring.stage == STAGES) ring.stage = 0, ++ring.round;
+  }
+
+  // One of a column tile's steps that are apart in a loop: tile `sum_tile` of the sum.
+  template <bool DONE>
+  static __device__ __forceinline__ void multiply_one(float (&acc)[ROWS][FIRST_TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4], Ring& ring, int sum_tile) {
+    const unsigned long long a = First::rows(ring.shared, ring.warpgroup * ROWS) + First::tile_of_sum(sum_tile);
+    multiply<Qkv, DONE>(acc, rest, ring, ring.stage, ring.round, a, true, First::SUM_TILES > 1 && sum_tile == First::SUM_TILES - 1);
+  }
+
+  // All of a column tile's steps. Where the ring goes round in them, each one's buffer is a constant.
+  template <typename P, int TILES>
+  static __device__ __forceinline__ void multiply_all(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4], Ring& ring) {
+    using Product = WarpgroupProduct<P>;
+    constexpr bool FIRST = SAME<P, Qkv>, ROUND = Product::SUM_TILES % STAGES == 0 && STAGES % Product::TILES_OF_A == 0 && (FIRST || FIRST_STEPS % STAGES == 0);
+    constexpr int TOGETHER = ROUND ? STAGES : Product::TILES_OF_A;
+    const unsigned long long a = Product::rows(ring.shared + (FIRST ? 0 : C::ATTENDED), ring.warpgroup * ROWS);
+    const int round = ring.round;
+    constexpr bool CLEAR = Product::SUM_TILES > TOGETHER;
+    if constexpr (CLEAR && FIRST) clear(acc);
+    if constexpr (CLEAR && OPERANDS == 2) clear(rest);
 #pragma unroll 1
-    for (int turn = 0; turn < ceil_div(ROW_GROUPS, DOWN); ++turn) {
-      const int row_group = warp / ACROSS + turn * DOWN, first_tile = row_group * C::OUT_ROWS;
-      if (ROW_GROUPS % DOWN != 0 && row_group >= ROW_GROUPS) break;
-      Word residual[C::OUT_ROWS][C::OUT_COLUMNS][2][2 / PER_WORD];
-      each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int row, int column, long long at) {
-        if constexpr (C::KEEP_X) {
-          load_pair(residual[i][j][half], reinterpret_cast<const Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + column, column);
-        } else {
-          load_pair(residual[i][j][half], x + at, column);
+    for (int turn = 0; turn < Product::SUM_TILES / TOGETHER; ++turn)
+#pragma unroll
+      for (int next = 0; next < TOGETHER; ++next)
+        multiply<P, false>(acc, rest, ring, ROUND ? next : ring.stage, ROUND ? round + turn : ring.round, a + turn * Product::tile_of_sum(TOGETHER) + Product::tile_of_sum(next),
+                           CLEAR || turn + next > 0, FIRST && Product::SUM_TILES > 1 && turn * TOGETHER + next == Product::SUM_TILES - 1);
+  }
+
+  // Waits for all products, and adds up what they are in two parts.
+  template <int TILES>
+  static __device__ __forceinline__ void finish(float (&acc)[ROWS][TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? TILES : 1][4]) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      keep_in_registers(acc[row]);
+      if constexpr (OPERANDS == 2) {
+        keep_in_registers(rest[row]);
+#pragma unroll
+        for (int j = 0; j < TILES; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[row][j][c] = fmaf(rest[row][j][c], 1.0f / Math::SCALE, acc[row][j][c]);
+      }
+    }
+  }
+
+  // The accumulators of a group of heads: queries into registers, in units of the exponent; keys and values of the block's row tiles, from `tile` on, into
+  // shared memory.
+  static __device__ __forceinline__ void hand_on(Softmax (&softmax)[GROUP], float (&acc)[ROWS][FIRST_TILES][4], float* keys, float* values, int tile, int lane) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int each = 0; each < GROUP; ++each) {
+        float(&own)[3 * STEPS][4] = reinterpret_cast<float(&)[3 * STEPS][4]>(acc[row][each * 3 * STEPS]);
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) own[j][c] *= C::EXPONENT_SCALE;
+        softmax[each].hold_query(row, own);
+        if (tile + row < KEPT_TILES) Softmax::store_keys(keys + each * HEAD_WORDS, values + each * HEAD_WORDS, tile + row, lane, own);
+      }
+    if constexpr (S::BY_WARPGROUPS) fence_async_proxy();
+  }
+
+  // A head's result, to its place or to scratch. Places take two fragments at once: `held` has the first of two.
+  static __device__ __forceinline__ void keep_result(const Softmax& softmax, float (&held)[ROWS][OPERANDS][4], float* a, float* scratch, int tile, int end, int head, int lane) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+      softmax.result(row, [&](int step, const float(&quads)[OPERANDS][4]) {
+        const int at = head * (STEPS / 2) + step;
+#pragma unroll
+        for (int which = 0; which < OPERANDS; ++which) {
+          if constexpr (C::SCRATCH) {
+            if (tile + row < end) store_global(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
+          } else {
+            if (at % 2 == 1) {
+              const float both[2][4] = {{held[row][which][0], held[row][which][1], held[row][which][2], held[row][which][3]}, {quads[which][0], quads[which][1], quads[which][2], quads[which][3]}};
+              Second::store_fragments(a, which, 16 * position(tile + row), at / 2, lane, both);
+            }
+#pragma unroll
+            for (int word = 0; word < 4; ++word) held[row][which][word] = quads[which][word];
+          }
         }
       });
-      float biases[C::OUT_COLUMNS][2];
+  }
+
+  // What is left of operand A of the output product: from scratch all, where a lane reads what it has written; else a last fragment, and zeros.
+  static __device__ __forceinline__ void fill(const float (&held)[ROWS][OPERANDS][4], float* a, const float* scratch, int tile, int end, int lane) {
+    constexpr int FIRST = C::SCRATCH ? 0 : C::INNER / 32;
 #pragma unroll
-      for (int j = 0; j < C::OUT_COLUMNS; ++j) {
-        const int column = (group * C::OUT_COLUMNS + j) * 8 + 2 * (lane % 4);
-        if (C::DIM % 8 == 0 || column < C::DIM) load_pair(biases[j], bias + column, column);
-      }
-      float acc[C::OUT_ROWS][C::OUT_COLUMNS][4] = {};
-      Math::template product<C::INNER, 2, 128>(acc, shared + C::QUERY + first_tile * C::QUERY_PAGES * 128, lane, operand);
-      each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int, int column, long long at) {
-        float kept[2];
-        unpack(kept, residual[i][j][half]);
-        const float pair[2] = {biases[j][0] + (acc[i][j][2 * half] + kept[0]), biases[j][1] + (acc[i][j][2 * half + 1] + kept[1])};
-        if constexpr (C::DIM % 2 == 0) {
-          store(y + at, pair);
-        } else {
-          put(y + at, pair[0]);
-          if (column + 1 < C::DIM) put(y + at + 1, pair[1]);
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll 8
+      for (int at = FIRST * OPERANDS; at < Out::SUM / 32 * OPERANDS; ++at) {
+        const int pair = at / OPERANDS, which = at % OPERANDS;
+        float quads[2][4] = {};
+        if constexpr (C::SCRATCH) {
+#pragma unroll
+          for (int next = 0; next < 2; ++next) {
+            const int page = (2 * pair + next) * OPERANDS + which;
+            if (tile + row < end && page < PAGES) load(quads[next], scratch + (row * PAGES + page) * 128 + 4 * lane);
+          }
+        } else if (C::INNER % 32 != 0 && pair == FIRST) {
+#pragma unroll
+          for (int word = 0; word < 4; ++word) quads[0][word] = held[row][which][word];
         }
-      });
+        Second::store_fragments(a, which, 16 * position(tile + row), pair, lane, quads);
+      }
     }
   }
 
-  // Two neighbouring channels, the second only where there is one: as values, or as they are in memory.
-  template <typename T, int N>
-  static __device__ __forceinline__ void load_pair(T (&to)[N], const Element* from, int column) {
-    if constexpr (C::DIM % 2 == 0) {
-      load(to, from);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = T{};
-      load_some<false>(to, from, true, column, C::DIM);
+  static __device__ __forceinline__ void run(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const float* packed_qkv, float* attended, Element* y, const float* packed_out, const Element* __restrict__ out_bias, int row_tiles, float* shared) {
+    const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * ROWS, first_tile = static_cast<int>(blockIdx.x) * BLOCK_TILES;
+    const int end = min(row_tiles - first_tile, BLOCK_TILES);  // of the block's row tiles
+    Ring ring{shared, packed_qkv, packed_out, __shfl_sync(ALL_LANES, static_cast<int>(threadIdx.x) / 128, 0), 0, 0, 0, 0};  // by a shuffle: the compiler then knows that lanes agree
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < STAGES; ++stage) init_barrier(shared + C::BARRIERS + 2 * stage);
+      publish_barriers();
+      wait_for_previous_kernel();  // the weights are packed; the barrier below has all threads behind this
     }
-  }
+    ring.refill(0);
+    normalise_by_groups<C>(x, norm_weight, norm_bias, first_tile, first_tile + end,
+                           [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { First::store_row(shared, 16 * position(row_tile) + row, channel, values); });
+    fence_async_proxy();
+    __syncthreads();  // operand A and the barriers are there for all
 
-  // Calls f for each pair of neighbouring outputs of this lane that exists.
-  template <typename F>
-  static __device__ __forceinline__ void each_pair(int first, int sequences, int first_tile, int group, int lane, F f) {
+    float *const keys = shared + C::KEYS, *const values = shared + C::VALUES;
+    // A warp without tokens takes part in all: its first key is another warp's, and its result is not stored.
+    const int first_key = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
+    float* const scratch = C::SCRATCH ? attended + static_cast<long long>(first_tile + tile) * (PAGES * 128) : nullptr;
+    float held[ROWS][OPERANDS][4] = {};
+    Softmax softmax[GROUP];
+    OutputTiles<C, SECOND_TILES, true> tiles[ROWS];
+    const auto read_residual = [&](int column) {
 #pragma unroll
-    for (int i = 0; i < C::OUT_ROWS; ++i)
+      for (int row = 0; row < ROWS; ++row) tiles[row].before(x, first_tile + tile + row, first_tile + end, column, lane);
+    };
+    constexpr bool AHEAD = C::HEADS == GROUP;  // of attention: sums of other heads need no registers then
+    {
+      float beside[ROWS][FIRST_TILES][4], rests_beside[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // sums of the next heads
+#pragma unroll 1
+      for (int head = 0; head < C::HEADS; head += GROUP) {
+        float sums[ROWS][FIRST_TILES][4], rests[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4];  // of these alone, so that attention has their registers
+        auto& acc = C::OVERLAP ? beside : sums;
+        auto& rest = C::OVERLAP ? rests_beside : rests;
+        if (!C::OVERLAP || head == 0) multiply_all<Qkv>(acc, rest, ring);
+        finish(acc, rest);
+        if (C::OVERLAP && head > 0) __syncthreads();  // no warp reads keys or values of the heads before
+        hand_on(softmax, acc, keys, values, tile, lane);
+        if constexpr (C::OVERLAP) clear(beside);
+        if constexpr (C::OVERLAP && OPERANDS == 2) clear(rests_beside);
+        if constexpr (AHEAD) read_residual(0);
+        __syncthreads();  // keys and values are there for all
+        ring.refill(ring.step);
+        int next = 0;  // tile of the sum of the next heads
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * (first_tile + i) + 8 * half + lane / 4;
-        const int token = row % C::PADDED_LENGTH, sequence = first + row / C::PADDED_LENGTH;
-        if (token >= C::LENGTH || (C::SEQUENCES > 1 && sequence >= sequences)) continue;
-        const long long start = C::offset(sequence, token);
-#pragma unroll
-        for (int j = 0; j < C::OUT_COLUMNS; ++j) {
-          const int column = (group * C::OUT_COLUMNS + j) * 8 + 2 * (lane % 4);
-          if (C::DIM % 8 == 0 || column < C::DIM) f(i, j, half, row, column, start + column);
+        for (int each = 0; each < GROUP; ++each) {
+          // Beside a tile of keys, behind its scores, so that these do not wait for the matrix unit.
+          const auto multiply_next = [&](int key_step) {
+            if constexpr (C::OVERLAP) {
+              constexpr int ALL_KEY_STEPS = GROUP * KEY_STEPS;
+              const int until = head + GROUP < C::HEADS ? ceil_div((each * KEY_STEPS + key_step + 1) * First::SUM_TILES, ALL_KEY_STEPS) : 0;
+              if (next >= until) return;
+              multiply_one<S::BY_WARPGROUPS>(acc, rest, ring, next++);
+              if constexpr (First::SUM_TILES > ALL_KEY_STEPS) {
+#pragma unroll 1
+                for (; next < until; ++next) multiply_one<false>(acc, rest, ring, next);
+              }
+            }
+          };
+          softmax[each].begin();
+          softmax[each].run(keys + each * HEAD_WORDS + first_key, values + each * HEAD_WORDS + first_key, lane, multiply_next);
+          keep_result(softmax[each], held, shared + C::ATTENDED, scratch, tile, end, head + each, lane);
         }
       }
-  }
-
-  // Weights held in registers for all rows; with the first column group's already there when PREFETCHED.
-  template <bool PREFETCHED>
-  static __device__ __forceinline__ void run(const float* shared, const Element* x, Element* y, const Element* __restrict__ weight,
-                                             const Element* __restrict__ bias, int first, int sequences, Held& held) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
-      const int group = warp % ACROSS + turn * ACROSS;
-      if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
-      if (!PREFETCHED || turn > 0) held.read(lane, Load{weight, group});
-      held.pack();
-      rows(shared, x, y, bias, first, sequences, group, warp, lane, [&](int j, int step) { return held.values[j][step]; });
+      wgmma_wait<0>();  // there are none: this tells the compiler
     }
-  }
 
-  // Weights held in registers, packed, where one turn takes all columns.
-  static __device__ __forceinline__ void run_held(const float* shared, const Element* x, Element* y, const Element* __restrict__ bias, int first, int sequences,
-                                                  const Held& held) {
-    static_assert(COLUMN_GROUPS == ACROSS, "the weights of one column group are held");
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    rows(shared, x, y, bias, first, sequences, warp % ACROSS, warp, lane, [&](int j, int step) { return held.values[j][step]; });
-  }
-
-  // Weights read from global memory (and the caches) at each use.
-  static __device__ __forceinline__ void run_streaming(const float* shared, const Element* x, Element* y, const Element* __restrict__ weight,
-                                                       const Element* __restrict__ bias, int first, int sequences) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    fill(held, shared + C::ATTENDED, scratch, tile, end, lane);
+    fence_async_proxy();
+    __syncthreads();
 #pragma unroll 1
-    for (int turn = 0; turn < ceil_div(COLUMN_GROUPS, ACROSS); ++turn) {
-      const int group = warp % ACROSS + turn * ACROSS;
-      if (COLUMN_GROUPS % ACROSS != 0 && group >= COLUMN_GROUPS) break;
-      rows(shared, x, y, bias, first, sequences, group, warp, lane,
-           [&](int j, int step) { return Math::pack(Math::template read<2>(j, step, lane, Load{weight, group})); });
+    for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
+      const int column = turn * Out::COLUMNS;
+      if (!AHEAD || turn > 0) read_residual(column);
+      float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) tiles[row].begin(acc[row], out_bias, column, lane);
+      multiply_all<Out>(acc, rest, ring);
+      finish(acc, rest);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+        tiles[row].after(x, y, nullptr, first_tile + tile + row, first_tile + end, column, lane, acc[row]);
     }
   }
 };
 
 // Rows: sequences of 32 tokens, 64 elements apart.
-struct Row {
-  // The block
+struct StreamedRow {
   static constexpr int DIM = 64, HEADS = 4, HEAD_DIM = 16, LENGTH = 32;
+  static constexpr int PADDED_HEAD_DIM = 16, INNER = 64;  // INNER: of all heads, padded
+  static constexpr int TILES = 2, ROW_TILE = 256;  // of 16 tokens in a sequence; words of one for a head, in scratch
   static constexpr float EPSILON = 1.000000000e-05f;
   static constexpr float EXPONENT_SCALE = 3.606737602e-01f;  // log2(e) / sqrt(HEAD_DIM)
-
-  // The configuration
   using Math = HalfCore<Fp16, 2>;
-  static constexpr int SEQUENCES = 1, ROUNDS = 4, WARPS = 4, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
-  static constexpr int NORM_LANES = 8, NORM_VECTOR = 4;
-  static constexpr int QKV_ROWS = 1, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
-  static constexpr int OUT_ROWS = 1, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
-  static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = false;
 
-  // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
-  static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
-  static constexpr int NORMED = 0, NORMED_PAGE = 136, NORMED_PAGES = 8;  // of a row tile
-  static constexpr int QUERY = 2176, QUERY_PAGES = 8;  // the attention's result
+  static constexpr int SEQUENCES = 4;  // of a block
+  static constexpr int HEAD_GROUP = 2;  // heads whose QKV product is one column tile
+  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
+  static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
+  // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
+  static constexpr int ATTENDED = 0, RING = 8192, RING_TILE = 6144, KEYS = 20480, VALUES = 24576, BARRIERS = 28672;
+
+  struct Qkv {
+    using Math = HalfCore<Fp16, 2>;
+    static constexpr int ROW_TILES = 8, COLUMNS = 96, SUM_TILE = 64, STAGES = 2;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 12, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int SUM = 64, ALL_COLUMNS = 192, PARTS = 1;  // padded sum; columns, and blocks that share them
+    static constexpr int COPY = 4, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int CHUNKS = 1536;  // of eight weights, to pack
+    static constexpr int NORM_LANES = 4, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
+    static constexpr int B_TILE = 6144;  // words of what a step needs
+
+    static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
+      const int head = column / (3 * PADDED_HEAD_DIM), which = column / PADDED_HEAD_DIM % 3, within = column % PADDED_HEAD_DIM;  // which: q, k or v
+      return k < DIM && within < HEAD_DIM ? weight + ((which * HEADS + head) * HEAD_DIM + within) * DIM + k : nullptr;
+    }
+  };
+
+  struct Streamed {
+    static constexpr bool BY_WARPGROUPS = false;
+    using Products = HalfStream<Fp16, 2>;
+    template <int STEPS>
+    using Query = Products::HeldQuery<STEPS>;
+    static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 2;  // ROWS: row tiles of a warp
+    static constexpr int KEY_TILE = 16, STAGES = 1;  // one for all keys
+    static constexpr int KEY_WORDS = 256, VALUE_WORDS = 256;  // of a tile of keys in shared memory
+    static constexpr int VALUES = 512, BUFFER = 1024;  // in words: start of a buffer's values, its size
+    static constexpr int VALUE_COLUMNS = 256, VALUE_STRIDE = 256;
+    // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
+    static constexpr float HEADROOM = -4.0f, LIMIT = 32768.0f, FLOOR = 1.000000000e+00f;
+    static constexpr bool SUMS_BY_PRODUCT = false;  // of weights, on the tensor cores; or added up by the lanes
+
+    // The weight 2^x with number `index` of the eight that a lane has of 16 keys
+    static __device__ __forceinline__ float power(float x, int) { return exp2_approx(x); }
+  };
+
+  struct Out {
+    using Math = HalfCore<Fp16, 2>;
+    static constexpr int ROW_TILES = 8, COLUMNS = 64, SUM_TILE = 64, STAGES = 2;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 8, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int SUM = 64, ALL_COLUMNS = 64, PARTS = 1;  // padded sum; columns, and blocks that share them
+    static constexpr int COPY = 2, RUN = 4;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int CHUNKS = 512;  // of eight weights, to pack
+    static constexpr int B_TILE = 4096;  // words of what a step needs
+
+    static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
+      // Operand A's order of the sum: WarpgroupProduct::store_fragments
+      k = k / 64 * 64 + k / 8 % 2 * 32 + k % 8 / 2 * 8 + k % 64 / 16 * 2 + k % 2;
+      return column < DIM && k < INNER ? weight + column * DIM + k : nullptr;
+    }
+  };
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1246,25 +1909,70 @@ struct Row {
 };
 
 // Columns: sequences of 32 tokens, 2048 elements apart.
-struct Column {
-  // The block
+struct StreamedColumn {
   static constexpr int DIM = 64, HEADS = 4, HEAD_DIM = 16, LENGTH = 32;
+  static constexpr int PADDED_HEAD_DIM = 16, INNER = 64;  // INNER: of all heads, padded
+  static constexpr int TILES = 2, ROW_TILE = 256;  // of 16 tokens in a sequence; words of one for a head, in scratch
   static constexpr float EPSILON = 1.000000000e-05f;
   static constexpr float EXPONENT_SCALE = 3.606737602e-01f;  // log2(e) / sqrt(HEAD_DIM)
-
-  // The configuration
   using Math = HalfCore<Fp16, 2>;
-  static constexpr int SEQUENCES = 1, ROUNDS = 4, WARPS = 4, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
-  static constexpr int NORM_LANES = 8, NORM_VECTOR = 4;
-  static constexpr int QKV_ROWS = 1, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
-  static constexpr int OUT_ROWS = 1, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
-  static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = false;
 
-  // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
-  static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
-  static constexpr int NORMED = 0, NORMED_PAGE = 136, NORMED_PAGES = 8;  // of a row tile
-  static constexpr int QUERY = 2176, QUERY_PAGES = 8;  // the attention's result
+  static constexpr int SEQUENCES = 4;  // of a block
+  static constexpr int HEAD_GROUP = 2;  // heads whose QKV product is one column tile
+  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
+  static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
+  // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
+  static constexpr int ATTENDED = 0, RING = 8192, RING_TILE = 6144, KEYS = 20480, VALUES = 24576, BARRIERS = 28672;
+
+  struct Qkv {
+    using Math = HalfCore<Fp16, 2>;
+    static constexpr int ROW_TILES = 8, COLUMNS = 96, SUM_TILE = 64, STAGES = 2;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 12, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int SUM = 64, ALL_COLUMNS = 192, PARTS = 1;  // padded sum; columns, and blocks that share them
+    static constexpr int COPY = 4, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int CHUNKS = 1536;  // of eight weights, to pack
+    static constexpr int NORM_LANES = 4, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
+    static constexpr int B_TILE = 6144;  // words of what a step needs
+
+    static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
+      const int head = column / (3 * PADDED_HEAD_DIM), which = column / PADDED_HEAD_DIM % 3, within = column % PADDED_HEAD_DIM;  // which: q, k or v
+      return k < DIM && within < HEAD_DIM ? weight + ((which * HEADS + head) * HEAD_DIM + within) * DIM + k : nullptr;
+    }
+  };
+
+  struct Streamed {
+    static constexpr bool BY_WARPGROUPS = false;
+    using Products = HalfStream<Fp16, 2>;
+    template <int STEPS>
+    using Query = Products::HeldQuery<STEPS>;
+    static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 2;  // ROWS: row tiles of a warp
+    static constexpr int KEY_TILE = 16, STAGES = 1;  // one for all keys
+    static constexpr int KEY_WORDS = 256, VALUE_WORDS = 256;  // of a tile of keys in shared memory
+    static constexpr int VALUES = 512, BUFFER = 1024;  // in words: start of a buffer's values, its size
+    static constexpr int VALUE_COLUMNS = 256, VALUE_STRIDE = 256;
+    // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
+    static constexpr float HEADROOM = -4.0f, LIMIT = 32768.0f, FLOOR = 1.000000000e+00f;
+    static constexpr bool SUMS_BY_PRODUCT = false;  // of weights, on the tensor cores; or added up by the lanes
+
+    // The weight 2^x with number `index` of the eight that a lane has of 16 keys
+    static __device__ __forceinline__ float power(float x, int) { return exp2_approx(x); }
+  };
+
+  struct Out {
+    using Math = HalfCore<Fp16, 2>;
+    static constexpr int ROW_TILES = 8, COLUMNS = 64, SUM_TILE = 64, STAGES = 2;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 8, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int SUM = 64, ALL_COLUMNS = 64, PARTS = 1;  // padded sum; columns, and blocks that share them
+    static constexpr int COPY = 2, RUN = 4;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
+    static constexpr int CHUNKS = 512;  // of eight weights, to pack
+    static constexpr int B_TILE = 4096;  // words of what a step needs
+
+    static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
+      // Operand A's order of the sum: WarpgroupProduct::store_fragments
+      k = k / 64 * 64 + k / 8 % 2 * 32 + k % 8 / 2 * 8 + k % 64 / 16 * 2 + k % 2;
+      return column < DIM && k < INNER ? weight + column * DIM + k : nullptr;
+    }
+  };
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1274,61 +1982,34 @@ struct Column {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Row::THREADS, Row::MIN_BLOCKS)
-axial_row(const Element* x, Element* y, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
-          const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, const Element* __restrict__ out_bias, int sequences) {
-  extern __shared__ __align__(16) float shared[];
-  int first = blockIdx.x * (Row::SEQUENCES * Row::ROUNDS);
-  TokenPair<Row> tokens;
+// Kernel 0: packs the weights of all products by warpgroups, of all axes
+extern "C" __global__ void __launch_bounds__(128)
+axial_pack(const Element* __restrict__ row_qkv_weight, const Element* __restrict__ row_out_weight, const Element* __restrict__ col_qkv_weight, const Element* __restrict__ col_out_weight, Element* row_packed_qkv, Element* row_packed_out, Element* col_packed_qkv, Element* col_packed_out, int chunks) {
   allow_next_kernel();
-  tokens.load_turn(x, 0, first, sequences);
-  const NormWeights<Row> norm(norm_weight, norm_bias);
-  HeadRegisters<Row>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, HeadRegisters<Row>::Load{qkv_weight, 0});
-  OutProduct<Row>::Held out_held;
-  out_held.read(threadIdx.x % 32, OutProduct<Row>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Row>::ACROSS});
-  qkv_held.pack();
-  out_held.pack();
-#pragma unroll 1
-  for (int round = 0; round < Row::ROUNDS && first < sequences; ++round, first += Row::SEQUENCES) {
-    load_and_normalise<Row>(x, tokens, norm, first, sequences, shared);
-    __syncthreads();
-    if (round + 1 < Row::ROUNDS) tokens.load_turn(x, 0, first + Row::SEQUENCES, sequences);
-    HeadRegisters<Row> heads;
-    heads.project(shared, qkv_weight, qkv_held);
-    heads.attend(shared);
-    __syncthreads();
-    OutProduct<Row>::run_held(shared, x, y, out_bias, first, sequences, out_held);
-  }
+  int chunk = blockIdx.x * 128 + threadIdx.x;
+  if (chunk >= chunks) return;
+  if (chunk < StreamedRow::Qkv::CHUNKS) return WarpgroupProduct<StreamedRow::Qkv>::pack(row_qkv_weight, words(row_packed_qkv), chunk);
+  chunk -= StreamedRow::Qkv::CHUNKS;
+  if (chunk < StreamedRow::Out::CHUNKS) return WarpgroupProduct<StreamedRow::Out>::pack(row_out_weight, words(row_packed_out), chunk);
+  chunk -= StreamedRow::Out::CHUNKS;
+  if (chunk < StreamedColumn::Qkv::CHUNKS) return WarpgroupProduct<StreamedColumn::Qkv>::pack(col_qkv_weight, words(col_packed_qkv), chunk);
+  chunk -= StreamedColumn::Qkv::CHUNKS;
+  WarpgroupProduct<StreamedColumn::Out>::pack(col_out_weight, words(col_packed_out), chunk);
 }
 
-extern "C" __global__ void __launch_bounds__(Column::THREADS, Column::MIN_BLOCKS)
-axial_col(const Element* x, Element* y, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
-          const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, const Element* __restrict__ out_bias, int sequences) {
-  extern __shared__ __align__(16) float shared[];
-  int first = blockIdx.x * (Column::SEQUENCES * Column::ROUNDS);
-  TokenPair<Column> tokens;
+extern "C" __global__ void __launch_bounds__(StreamedRow::Qkv::THREADS, StreamedRow::Qkv::MIN_BLOCKS)
+axial_row_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* attended, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
+  extern __shared__ __align__(1024) float shared[];
   allow_next_kernel();
-  const NormWeights<Column> norm(norm_weight, norm_bias);
-  HeadRegisters<Column>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, HeadRegisters<Column>::Load{qkv_weight, 0});
-  OutProduct<Column>::Held out_held;
-  out_held.read(threadIdx.x % 32, OutProduct<Column>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Column>::ACROSS});
-  qkv_held.pack();
-  out_held.pack();
-  wait_for_previous_kernel();
-  tokens.load_turn(x, 0, first, sequences);
-#pragma unroll 1
-  for (int round = 0; round < Column::ROUNDS && first < sequences; ++round, first += Column::SEQUENCES) {
-    load_and_normalise<Column>(x, tokens, norm, first, sequences, shared);
-    __syncthreads();
-    if (round + 1 < Column::ROUNDS) tokens.load_turn(x, 0, first + Column::SEQUENCES, sequences);
-    HeadRegisters<Column> heads;
-    heads.project(shared, qkv_weight, qkv_held);
-    heads.attend(shared);
-    __syncthreads();
-    OutProduct<Column>::run_held(shared, x, y, out_bias, first, sequences, out_held);
-  }
+  Resident<StreamedRow>::run(x, norm_weight, norm_bias, words(packed_qkv), words(attended), y, words(packed_out), out_bias, row_tiles, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(StreamedColumn::Qkv::THREADS, StreamedColumn::Qkv::MIN_BLOCKS)
+axial_col_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* attended, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
+  extern __shared__ __align__(1024) float shared[];
+  allow_next_kernel();
+  wait_for_previous_kernel();  // which writes x
+  Resident<StreamedColumn>::run(x, norm_weight, norm_bias, words(packed_qkv), words(attended), y, words(packed_out), out_bias, row_tiles, shared);
 }
 
 '''
@@ -1411,7 +2092,7 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   Tensor y = torch::stable::empty_like(x);
   const int64_t batch = x.size(0);
   if (batch == 0) return y;
-  if (batch > INT_MAX / 32) refuse("batch " + std::to_string(batch) + " is too large: split the input");
+  if (batch > INT_MAX / 64) refuse("batch " + std::to_string(batch) + " is too large: split the input");
   row_norm_weight = parameter(row_norm_weight, "row_norm_weight", 64, 0, device);
   row_norm_bias = parameter(row_norm_bias, "row_norm_bias", 64, 0, device);
   row_qkv_weight = parameter(row_qkv_weight, "row_qkv_weight", 192, 64, device);
@@ -1426,28 +2107,52 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   if (aoti_torch_get_current_cuda_stream(device, &current) != 0) refuse("PyTorch gave no current CUDA stream");
   const cudaStream_t stream = static_cast<cudaStream_t>(current);
   Element* out = static_cast<Element*>(y.mutable_data_ptr());
+  const Tensor attended_buffer = torch::stable::new_empty(x, {batch * int64_t{65536} });
+  Element* const attended = static_cast<Element*>(attended_buffer.mutable_data_ptr());
+  const Tensor row_packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{12288} });
+  Element* const row_packed_qkv = static_cast<Element*>(row_packed_qkv_buffer.mutable_data_ptr());
+  const Tensor row_packed_out_buffer = torch::stable::new_empty(x, {int64_t{4096} });
+  Element* const row_packed_out = static_cast<Element*>(row_packed_out_buffer.mutable_data_ptr());
+  const Tensor col_packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{12288} });
+  Element* const col_packed_qkv = static_cast<Element*>(col_packed_qkv_buffer.mutable_data_ptr());
+  const Tensor col_packed_out_buffer = torch::stable::new_empty(x, {int64_t{4096} });
+  Element* const col_packed_out = static_cast<Element*>(col_packed_out_buffer.mutable_data_ptr());
   {
-    // Rows: 4 sequences a block
+    // Packing: 128 chunks a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row, 16896, device, allowed);
-    const int sequences = static_cast<int>(batch * 32);
-    const int64_t blocks = (static_cast<int64_t>(sequences) + 3) / 4;
-    cudaLaunchConfig_t config = grid(blocks, 128, 16896, stream);
-    check(cudaLaunchKernelEx(&config, axial_row, data(x), out, data(row_norm_weight), data(row_norm_bias), data(row_qkv_weight), data(row_out_weight), data(row_out_bias), sequences), "axial_row could not be launched");
+    allow_shared(axial_pack, 0, device, allowed);
+    const int chunks = 4096;
+    const int64_t blocks = (static_cast<int64_t>(chunks) + 127) / 128;
+    cudaLaunchConfig_t config = grid(blocks, 128, 0, stream);
+    check(cudaLaunchKernelEx(&config, axial_pack, data(row_qkv_weight), data(row_out_weight), data(col_qkv_weight), data(col_out_weight), row_packed_qkv, row_packed_out, col_packed_qkv, col_packed_out, chunks), "axial_pack could not be launched");
   }
   {
-    // Columns: 4 sequences a block
+    // Rows: 8 row_tiles a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col, 16896, device, allowed);
-    const int sequences = static_cast<int>(batch * 32);
-    const int64_t blocks = (static_cast<int64_t>(sequences) + 3) / 4;
-    cudaLaunchConfig_t config = grid(blocks, 128, 16896, stream);
-    cudaLaunchAttribute overlap{};  // its weights load while the kernel before it ends; it waits before it reads y
+    allow_shared(axial_row_block, 114704, device, allowed);
+    const int row_tiles = static_cast<int>(batch * 64);
+    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
+    cudaLaunchConfig_t config = grid(blocks, 256, 114704, stream);
+    cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &overlap;
     config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, axial_col, out, out, data(col_norm_weight), data(col_norm_bias), data(col_qkv_weight), data(col_out_weight), data(col_out_bias), sequences), "axial_col could not be launched");
+    check(cudaLaunchKernelEx(&config, axial_row_block, data(x), data(row_norm_weight), data(row_norm_bias), row_packed_qkv, attended, out, row_packed_out, data(row_out_bias), row_tiles), "axial_row_block could not be launched");
+  }
+  {
+    // Columns: 8 row_tiles a block
+    static std::atomic<uint64_t> allowed{0};
+    allow_shared(axial_col_block, 114704, device, allowed);
+    const int row_tiles = static_cast<int>(batch * 64);
+    const int64_t blocks = (static_cast<int64_t>(row_tiles) + 7) / 8;
+    cudaLaunchConfig_t config = grid(blocks, 256, 114704, stream);
+    cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, axial_col_block, out, data(col_norm_weight), data(col_norm_bias), col_packed_qkv, attended, out, col_packed_out, data(col_out_bias), row_tiles), "axial_col_block could not be launched");
   }
   return y;
 }
@@ -1472,7 +2177,7 @@ _PARAMETERS = ("norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias
 _NVCC_FLAGS = (
     "-O3",
     "-std=c++17",
-    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_90a,code=sm_90a",
     "-DUSE_CUDA",  # PyTorch's C shim declares its CUDA functions only then
     "-DTORCH_TARGET_VERSION=0x020a000000000000",  # the interface of PyTorch 2.10
     "-Xcompiler=-fvisibility=hidden",

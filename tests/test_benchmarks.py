@@ -391,7 +391,15 @@ def test_instruments_without_the_rival(instruments):
     assert result.rival is None and len(result.pytorch) == 4 and not result.notes
 
 
-def test_interrupt_while_building_ends_what_hangs(instruments):
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, which a shell's background job ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_while_building_ends_what_hangs(instruments, interruptible):
     one, hanging = instruments(), job(96)
 
     def interrupt() -> None:
