@@ -8,11 +8,13 @@ Everything is of one forward, after others. What has been counted is printed and
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,9 +73,10 @@ def parse(text: str) -> list[Counted]:
     """The kernels of ncu's `--page raw --csv`; SpecError when it is none, or lacks a metric."""
     rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
     if len(rows) < 3 or "Kernel Name" not in rows[0]:
-        raise SpecError(f"ncu reported no kernel: {' '.join(text.split())[-300:] or 'it said nothing'}")
-    heads, units = rows[0], dict(zip(*rows[:2], strict=True))
+        raise SpecError("ncu reported no kernel")
+    heads = rows[0]
     try:
+        units = dict(zip(*rows[:2], strict=True))
         return [_counted(dict(zip(heads, row, strict=True)), units) for row in rows[2:]]
     except (KeyError, ValueError) as error:
         raise SpecError(f"ncu's report has no such figure: {error}") from None
@@ -123,32 +126,47 @@ def profile(module: Emitted, ncu: str, environment: Mapping[str, str]) -> list[C
         "--metrics", metrics, "--kernel-name", "regex:axial_", "--launch-skip", str((CALLS - 1) * kernels), "--launch-count", str(kernels),
         "--page", "raw", "--csv", sys.executable, "-m", "benchmarks.once", str(module.path), "--calls", str(CALLS),
     ]  # fmt: skip
+    output, errors = run(command, environment)
     try:
-        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        raise SpecError(f"{module.path.name}: ncu took more than {SECONDS} s") from None
-    try:
-        return parse(done.stdout)
+        counted = parse(output)
+        if len(counted) != kernels:
+            raise SpecError(f"ncu reported {len(counted)} kernels of {kernels}")
     except SpecError as error:
-        raise SpecError(f"{module.path.name}: {error}") from None
+        why = " ".join(line for line in (output + errors).splitlines() if not line.startswith('"'))[-300:].strip()
+        raise SpecError(f"{error}: {why or 'it said nothing'}") from None
+    return counted
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
+    """What a program writes to its two outputs. It and what it has started end after SECONDS, with a SpecError."""
+    with subprocess.Popen(
+        command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            return process.communicate(timeout=SECONDS)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise SpecError(f"{Path(command[0]).name} took more than {SECONDS} s") from None
+            raise
 
 
 def build(modules: Iterable[Emitted], environment: Mapping[str, str]) -> None:
-    """Calls each once in a process of its own, several at a time, so that ncu need not wait for nvcc."""
+    """Calls each once in a process of its own, several at a time, so that ncu need not wait for nvcc. Why one fails is for `profile` to
+    say."""
 
     def once(module: Emitted) -> None:
-        command = [sys.executable, "-m", "benchmarks.once", str(module.path), "--calls", "1"]
-        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
-        if done.returncode:
-            raise SpecError(f"{module.path.name} does not run: {' '.join(done.stderr.split())[-300:]}")
+        with contextlib.suppress(SpecError):
+            run([sys.executable, "-m", "benchmarks.once", str(module.path), "--calls", "1"], environment)
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         list(pool.map(once, modules))
 
 
-def told(counted: Mapping[Case, Sequence[Counted]], gpu: Gpu, date: str) -> str:
-    """The table with the machine."""
-    machine = f"{gpu.name} ({gpu.target.arch}; driver {gpu.driver}), {date}: `python -m benchmarks.counters`"
+def told(counted: Mapping[Case, Sequence[Counted]], gpu: Gpu, date: str, command: str) -> str:
+    """The table with the machine and the command."""
+    machine = f"{gpu.name} ({gpu.target.arch}; driver {gpu.driver}), {date}: `{command}`"
     return "\n".join([machine, "", *table(counted)]) + "\n"
 
 
@@ -172,6 +190,8 @@ def main(
     modules = {case: found[spec] for case, spec in specs.items() if spec in found}
     if not modules:
         raise SpecError(f"{generated} has no module of these cases for {gpu.target.arch}")
+    named = [part for name, values in (("case", case), ("dtype", dtype)) for value in values or () for part in (f"--{name}", value)]
+    command = " ".join(["python -m benchmarks.counters", *named])
     counted: dict[Case, list[Counted]] = {}
     with tempfile.TemporaryDirectory() as folder:  # ncu's lock file and what it keeps go there
         environment = {name: value for name, value in {**os.environ, **gpu.environment, "TMPDIR": folder}.items() if value is not None}
@@ -183,7 +203,7 @@ def main(
             except SpecError as error:
                 typer.echo(f"{one.name}: {error}", err=True)
                 continue
-            text = told(counted, gpu, datetime.now(UTC).strftime("%Y-%m-%d"))
+            text = told(counted, gpu, datetime.now(UTC).strftime("%Y-%m-%d"), command)
             typer.echo("\n".join(table({one: counted[one]})[2 if len(counted) > 1 else 0 :]))
             if json_file is not None:  # after each, so that nothing is lost
                 figures = {case.name: [asdict(kernel) for kernel in kernels] for case, kernels in counted.items()}

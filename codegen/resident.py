@@ -254,8 +254,8 @@ def _starts(problem: AxisProblem, target: Target, math: str) -> Iterator[Residen
 
 def _careful(problem: AxisProblem, target: Target, math: str, attention: str, overlap: bool) -> ResidentConfig | None:
     """The first that is legal, from fast to frugal: 128 tokens or more where sequences are short; two blocks on a multiprocessor, so that
-    one multiplies while the other computes exponentials; as many heads at once as short sequences allow, whose time is one stage
-    after another; the result in shared memory; wide column tiles, many buffers."""
+    one multiplies while the other computes exponentials; where sequences are short, so that stages are, as many heads at once as fit, which
+    are fewer stages; the result in shared memory; wide column tiles, many buffers."""
     block, tiles = problem.block, ceil_div(problem.length, 16)
     sums, polynomial = tricks(problem, math)
     polynomial = min(polynomial, 1)
@@ -267,7 +267,7 @@ def _careful(problem: AxisProblem, target: Target, math: str, attention: str, ov
     columns = [n for n in (32, 16, 8, 4) if n <= max(4, ceil_div(block.dim, 8))]
     key_tiles = (16, 32, 80, 48) if math == "fp16x3" else (32, 80, 48, 16)  # operands in two parts take twice the registers
     rings = [(64, 4), (64, 3), (32, 4), (32, 3), (64, 2), (32, 2)]  # steps of half the size rather than two buffers alone
-    if block.dim <= SUM_TILE:  # where a column tile is not one step already
+    if block.dim <= SUM_TILE:  # a column tile is one step, which half the size would make two
         rings.sort(reverse=True)
     for tokens, blocks, head_group, rows, sequences, result, out_columns, (sum_tile, stages), key_tile in itertools.product(
         (least, 0) if least else (0,), (2, 1), groups, (1, 2, 4), together, ("shared", "scratch"), columns, rings, key_tiles

@@ -46,8 +46,8 @@ def cost(config: Config, salt: int) -> float:
 class FakeBackend:
     """salt: which table; fails: configuration -> (status, cause) or None; interrupt_at: the evaluations at which Ctrl-C strikes;
     ahead: how many candidates are taken before the first outcome; spread: of every timing; deployed: what becomes of the module;
-    compiled: microseconds of PyTorch's best form; built_at: evaluations after which PyTorch's forms are built; compared_at: those after
-    which they were asked for; library: what becomes of a module that uses it; built: what built modules used."""
+    compiled: microseconds of PyTorch's best form; compiles: whether there is one; built_at: evaluations after which its forms are built;
+    compared_at: those after which they were asked for; library: what becomes of a module that uses one; built: what built modules used."""
 
     salt: int = 0
     fails: Callable[[Config], tuple[str, str] | None] = lambda config: None
@@ -60,6 +60,7 @@ class FakeBackend:
     compiled: float = 72.0
     built_at: int = 0
     compared_at: int | None = None
+    compiles: bool = True
     library: ModuleTiming | None = None
     built: list[str] = field(default_factory=list)
     digests: bool = False
@@ -101,6 +102,8 @@ class FakeBackend:
     def pytorch(self, spec: BlockSpec) -> dict[str, Timing]:
         assert self.compared_at is None, "once is enough"
         self.compared_at = len(self.asked)
+        if not self.compiles:
+            return {}
         return {"eager": Timing(90.0, 1.0, wall=600.0), "torch.compile": Timing(self.compiled, 1.0, wall=100.0)}
 
     def module(self, path: Path, spec: BlockSpec) -> ModuleTiming:

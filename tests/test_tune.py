@@ -50,13 +50,27 @@ def test_a_run_searches_both_axes_and_delivers_the_module_as_measured(tmp_path: 
     assert (tmp_path / "index.json").is_file()
 
 
-@pytest.mark.parametrize(("built_at", "compared_at"), [(0, 8), (8, 8), (9, 16), (1000, 16)])
-def test_the_search_goes_on_while_pytorch_compiles(built_at: int, compared_at: int, tmp_path: Path) -> None:
-    """Its forms are measured behind the first axis if they are built by then; no axis loses time to waiting for them."""
+@pytest.mark.parametrize("built_at", [0, 8, 9, 16, 17, 1000])
+def test_the_search_goes_on_while_pytorch_compiles(built_at: int, tmp_path: Path) -> None:
+    """Its forms are measured behind an axis if they are built by then, else behind the pairs: neither loses time to waiting for them."""
     backend = FakeBackend(salt=1, built_at=built_at)
     result, _ = run(tmp_path, backend)
-    assert backend.compared_at == compared_at and result.pytorch["torch.compile"].device == 72.0
+    pairs = sum(len(candidate.configs) == 2 for candidate in backend.asked)
+    assert pairs > 2 and backend.compared_at == next((n for n in (8, 16) if built_at <= n), 16 + pairs)
+    assert result.pytorch["torch.compile"].device == 72.0
     assert result.delivery is not None and read_module(result.delivery.path).provenance.pytorch_us == 72.0
+
+
+def test_forms_of_which_none_compiles_are_built_once(tmp_path: Path) -> None:
+    backend = FakeBackend(salt=1, compiles=False)
+    result, _ = run(tmp_path, backend)
+    assert backend.compared_at == 8 and not result.pytorch and result.exit_code == 0
+
+
+def test_an_interrupted_search_has_the_forms_that_are_built(tmp_path: Path) -> None:
+    backend = FakeBackend(salt=1, built_at=9, interrupt_at=(12,))
+    result, _ = run(tmp_path, backend)
+    assert result.interrupted and result.delivery is not None and result.pytorch["torch.compile"].device == 72.0
 
 
 def test_dependent_launch_is_tried_among_the_pairs_only(tmp_path: Path) -> None:

@@ -183,8 +183,8 @@ def _by_wgmma(plan: StreamedPlan) -> bool:
 
 
 def _whole(plan: ResidentPlan) -> _Block:
-    """The stages one after the other. With overlap the products for all heads but the first are beside attention, which hides their
-    waits. The second reading of x hits L2."""
+    """The stages one after the other. With overlap the products for all heads but the first group are beside attention, which hides
+    their waits. The second reading of x hits L2."""
     a, problem, heads = plan.attention, plan.problem, plan.problem.block.heads
     qkv, out = _by_warpgroups(plan, plan.qkv, True), _by_warpgroups(plan, plan.out, False)
     sums, outs = (p.column_tiles * (p.sum // p.sum_tile) for p in (plan.qkv, plan.out))

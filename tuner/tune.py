@@ -114,6 +114,7 @@ class _Tuning:
         self.verified: list[Outcome] = []
         self.failed: Counter[tuple[str, str]] = Counter()
         self.pytorch: Mapping[str, Timing] = {}
+        self.compared = False  # whether PyTorch's forms have been asked for
         self.trials = 0
 
     @property
@@ -129,7 +130,6 @@ class _Tuning:
                 if not self._search(axis):
                     raise KeyboardInterrupt
                 self._baseline(wait=False)  # waiting for it would be at the expense of the next axis
-            self._baseline(wait=True)
             choice = self._finals()
         except KeyboardInterrupt:
             interrupted = True
@@ -263,10 +263,11 @@ class _Tuning:
     def _baseline(self, wait: bool) -> None:
         """PyTorch's forms, once, when they are built, which goes on beside the search; or now."""
         form = getattr(self.backend, "pytorch", None)
-        if self.pytorch or not self.measures or form is None:
+        if self.compared or not self.measures or form is None:
             return
         if not wait and not self.backend.pytorch_ready(self.options.spec):  # type: ignore[attr-defined]
             return
+        self.compared = True
         self.reporter.stage("measuring PyTorch's forms of the block")
         self.pytorch = form(self.options.spec)
         for name, timing in self.pytorch.items():
@@ -279,6 +280,7 @@ class _Tuning:
 
     def _finals(self) -> Choice | None:
         if not all(self.ranked.get(axis) for axis in self.options.spec.axes):
+            self._baseline(wait=True)
             return None
         candidates = combinations(self.options.spec, self.ranked, self._default_configs(), self.options.target, toggles=self.measures)
         self.reporter.stage("finalists" if len(self.options.spec.axes) == 1 else "rows and columns together", len(candidates))
@@ -290,6 +292,7 @@ class _Tuning:
                 self.verified.append(outcome)
             if len(outcomes) == 1 and outcome.ok:
                 self.reporter.baseline(outcome.score, {})
+        self._baseline(wait=True)
         return self._measured_choice() if self.measures else self._confirmed_choice(outcomes, MOST_CONFIRMED)
 
     def _until_deadline(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -343,6 +346,7 @@ class _Tuning:
                 if not self.measures:
                     return self._confirmed_choice(outcomes, 2)
                 self.verified += outcomes
+                self._baseline(wait=False)
         except KeyboardInterrupt:
             self.reporter.note("interrupted again")
         if not self.verified:
