@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from benchmarks.table import around, insert, markdown
 from codegen.module import Emitted, replace_file
 from codegen.spec import SpecError
 from tuner.gpu import Gpu, obstacle, visible_gpu
+from tuner.worker import changed_environment, kill_group
 
 COUNTERS = "counters"
 """The place of the table in a document (benchmarks/table.py)."""
@@ -145,8 +145,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, st
         try:
             return process.communicate(timeout=SECONDS)
         except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise SpecError(f"{Path(command[0]).name} took more than {SECONDS} s") from None
             raise
@@ -194,7 +193,7 @@ def main(
     command = " ".join(["python -m benchmarks.counters", *named])
     counted: dict[Case, list[Counted]] = {}
     with tempfile.TemporaryDirectory() as folder:  # ncu's lock file and what it keeps go there
-        environment = {name: value for name, value in {**os.environ, **gpu.environment, "TMPDIR": folder}.items() if value is not None}
+        environment = changed_environment({**gpu.environment, "TMPDIR": folder})
         typer.echo(f"building {len(modules)} modules", err=True)
         build(modules.values(), environment)
         for one, module in modules.items():
@@ -203,13 +202,12 @@ def main(
             except SpecError as error:
                 typer.echo(f"{one.name}: {error}", err=True)
                 continue
-            text = told(counted, gpu, datetime.now(UTC).strftime("%Y-%m-%d"), command)
             typer.echo("\n".join(table({one: counted[one]})[2 if len(counted) > 1 else 0 :]))
             if json_file is not None:  # after each, so that nothing is lost
                 figures = {case.name: [asdict(kernel) for kernel in kernels] for case, kernels in counted.items()}
                 replace_file(json_file, json.dumps(figures, indent=1) + "\n")
             if into is not None:
-                insert(into, COUNTERS, text)
+                insert(into, COUNTERS, told(counted, gpu, datetime.now(UTC).strftime("%Y-%m-%d"), command))
     if not counted:
         raise SpecError("nothing was counted")
 

@@ -263,14 +263,15 @@ def _careful(problem: AxisProblem, target: Target, math: str, attention: str, ov
         sums, polynomial = "add", 0  # exponentials do not bound a block that multiplies as much
     together = [n for n in (1, 2, 4, 8) if n == 1 or (n <= problem.sequences and 16 * n * tiles <= 256)]
     least = min(128, 16 * together[-1] * tiles) if tiles <= 4 else 0
+    rows_and_sequences = [pair for pair in itertools.product((1, 2, 4), together) if _attends(problem, math, attention, *pair)]
     groups = [n for n in (4, 2, 1) if n == 1 or (tiles <= 5 and not overlap and block.heads % n == 0)]
     columns = [n for n in (32, 16, 8, 4) if n <= max(4, ceil_div(block.dim, 8))]
     key_tiles = (16, 32, 80, 48) if math == "fp16x3" else (32, 80, 48, 16)  # operands in two parts take twice the registers
     rings = [(64, 4), (64, 3), (32, 4), (32, 3), (64, 2), (32, 2)]  # steps of half the size rather than two buffers alone
     if block.dim <= SUM_TILE:  # a column tile is one step, which half the size would make two
         rings.sort(reverse=True)
-    for tokens, blocks, head_group, rows, sequences, result, out_columns, (sum_tile, stages), key_tile in itertools.product(
-        (least, 0) if least else (0,), (2, 1), groups, (1, 2, 4), together, ("shared", "scratch"), columns, rings, key_tiles
+    for tokens, blocks, head_group, (rows, sequences), result, out_columns, (sum_tile, stages), key_tile in itertools.product(
+        (least, 0) if least else (0,), (2, 1), groups, rows_and_sequences, ("shared", "scratch"), columns, rings, key_tiles
     ):
         if 16 * sequences * tiles < tokens:
             continue
@@ -282,3 +283,11 @@ def _careful(problem: AxisProblem, target: Target, math: str, attention: str, ov
         if not ResidentPlan(problem, config).reasons(target):
             return config
     return None
+
+
+def _attends(problem: AxisProblem, math: str, attention: str, rows: int, sequences: int) -> bool:
+    """Whether the instruction can have these queries, whatever else is chosen: asked first, as the choices are thousands."""
+    if attention != "wgmma":
+        return True
+    plan = ResidentPlan(problem, ResidentConfig(math=math, rows=rows, sequences=sequences, attention=attention))
+    return all(holds for holds, _ in plan._warpgroup_rules())

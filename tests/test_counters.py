@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from benchmarks.counters import (
 )
 from codegen.module import read_module
 from codegen.spec import SpecError
+from processes import gone
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = read_module(ROOT / "generated" / "axial_d64_h4_32x32_bf16_sm90.py")
@@ -123,15 +123,4 @@ def test_what_hangs_ends_with_all_that_it_has_started(tmp_path: Path, monkeypatc
     monkeypatch.setattr(counters, "SECONDS", 0.5)
     with pytest.raises(SpecError, match="ncu took more than 0.5 s"):
         profile(MODULE, script(tmp_path, f"sleep 60 & echo $! > {tmp_path}/child; wait"), {"PATH": "/bin:/usr/bin"})
-    child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline and alive(child):
-        time.sleep(0.01)
-    assert not alive(child)
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
+    assert gone(int((tmp_path / "child").read_text()))

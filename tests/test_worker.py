@@ -7,28 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
+from processes import alive, gone
 from tuner.worker import ROOT, HandlerError, Worker, WorkerCrashed, WorkerTimeout
 
 ECHO = "fake_workers:echo"
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone(pid: int, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 @pytest.fixture

@@ -279,9 +279,14 @@ class _Tuning:
         self.reporter.baseline(None, {name: timing.device for name, timing in self.pytorch.items()})
 
     def _finals(self) -> Choice | None:
+        outcomes = self._pairs()
+        self._baseline(wait=True)
+        return self._measured_choice() if self.measures else self._confirmed_choice(outcomes, MOST_CONFIRMED)
+
+    def _pairs(self) -> list[Outcome]:
+        """The axes' best together: none when an axis has none."""
         if not all(self.ranked.get(axis) for axis in self.options.spec.axes):
-            self._baseline(wait=True)
-            return None
+            return []
         candidates = combinations(self.options.spec, self.ranked, self._default_configs(), self.options.target, toggles=self.measures)
         self.reporter.stage("finalists" if len(self.options.spec.axes) == 1 else "rows and columns together", len(candidates))
         outcomes = []
@@ -292,8 +297,7 @@ class _Tuning:
                 self.verified.append(outcome)
             if len(outcomes) == 1 and outcome.ok:
                 self.reporter.baseline(outcome.score, {})
-        self._baseline(wait=True)
-        return self._measured_choice() if self.measures else self._confirmed_choice(outcomes, MOST_CONFIRMED)
+        return outcomes
 
     def _until_deadline(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         """All of them while there is time, at least the default and the best."""

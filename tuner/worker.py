@@ -31,6 +31,17 @@ _GRACE_SECONDS = 5
 _OUTPUT_BYTES = 4096
 
 
+def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with variables added or, where None, removed."""
+    return {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+
+
+def kill_group(leader: int) -> None:
+    """Ends a process of a session of its own, and all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 class WorkerError(RuntimeError):
     """A call that brought no response. `output` is the end of what the child printed during it."""
 
@@ -112,7 +123,6 @@ class Worker:
             return
         self.kill()
         ours, theirs = socket.socketpair()
-        environment = {k: v for k, v in {**os.environ, **self._env}.items() if v is not None}
         output = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
         boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tuner.worker import serve; serve({theirs.fileno()})"
         try:
@@ -123,7 +133,7 @@ class Worker:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=environment,
+                env=changed_environment(self._env),
             )
         except BaseException:
             ours.close()
@@ -151,8 +161,7 @@ class Worker:
         """Ends the child and everything it started; returns when it is gone."""
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILL_SECONDS)
             if process.stdin is not None:
@@ -170,8 +179,7 @@ class Worker:
         """Kills the child from another thread than the one that waits in `call`, which then raises WorkerCrashed."""
         process = self._process
         if process is not None and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
 
     def __enter__(self) -> Worker:
         return self
