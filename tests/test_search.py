@@ -48,7 +48,7 @@ def test_the_default_is_first_and_nothing_is_measured_twice() -> None:
 def test_the_search_beats_random_search_at_equal_budget() -> None:
     here = row_space()
     found, by_chance = [], []
-    for salt in range(4):
+    for salt in range(8):
         draw = random.Random(1000 + salt)
         reference = min(cost(here.random(draw), salt) for _ in range(800))
         result = Search(here, options(40, seed=salt)).run(FakeBackend(salt).evaluate)

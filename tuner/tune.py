@@ -166,6 +166,8 @@ class _Tuning:
         for name, here in families.items():
             starts = here.starts()[1:] if FAMILIES[name].alternatives else []
             for start in dict.fromkeys(starts + self._best_elsewhere(here)):
+                if time.monotonic() > self.start + options.budget:
+                    break
                 goes_on = goes_on and self._search_one(f"{title}, {name}: known to be good", here.focused((), start), 1, end, scores)
         steps = [(name, group, tunables) for name, here in families.items() for group, tunables in here.config_type.groups().items()]
         weights = [sum(len(families[name].values[t]) > 1 for t in tunables) for name, _, tunables in steps]

@@ -231,13 +231,17 @@ def _alone(spec: BlockSpec, axis: str, weights: dict[str, Tensor]) -> dict[str, 
 
 
 def _sharpened(spec: BlockSpec, axis: str, x: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with the queries of `axis` scaled, so that its largest score is about LARGE_SCORE, and positive."""
+    """The weights with the queries of `axis` scaled, so that its largest score is about LARGE_SCORE, and positive; smaller where scores are
+    so near 0, as those of a single token may be, that queries or weights would come near the end of the type's range."""
     before = spec.axes[: spec.axes.index(axis)]
     grid = reference(replace(spec, axes=before), x, weights) if before else x
-    scores = _some(spec, axis, grid, {name: tensor.double() for name, tensor in split_terms(spec, weights)[0].items()})[1].scores
+    stages = _some(spec, axis, grid, {name: tensor.double() for name, tensor in split_terms(spec, weights)[0].items()})[1]
     sharpened = {name: weights[name].clone() for name in (f"{axis}_qkv.weight", f"{axis}_qkv.bias") if name in weights}
+    queries = max(float(values[: spec.inner].abs().max()) for values in sharpened.values())
+    room = torch.finfo(x.dtype).max / 64 / max(queries, float(stages.q.abs().max()))
+    factor = max(-room, min(LARGE_SCORE / largest(stages.scores), room))
     for tensor in sharpened.values():
-        tensor[: spec.inner] *= LARGE_SCORE / largest(scores)
+        tensor[: spec.inner] *= factor
     return {**weights, **sharpened}
 
 
