@@ -40,7 +40,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    SequenceConfig.family: Family(SequenceConfig, SequencePlan, sequence.default, sequence.DTYPE_MATHS),
+    SequenceConfig.family: Family(SequenceConfig, SequencePlan, sequence.default, sequence.DTYPE_MATHS, sequence.alternatives),
     StagedConfig.family: Family(StagedConfig, StagedPlan, staged.default, staged.DTYPE_MATHS, staged.alternatives),
     ResidentConfig.family: Family(ResidentConfig, ResidentPlan, resident.default, resident.DTYPE_MATHS, resident.alternatives),
 }

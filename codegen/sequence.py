@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
@@ -49,7 +49,11 @@ class SequenceConfig(Config):
     out_columns: int = tunable(1, (1, 2, 3, 4), "8-column tiles a warp computes at once in the output product")
     key_tile: int = tunable(32, (16, 32, 48, 64, 80), "keys of one step of the streaming softmax")
     fragment: int = tunable(4, (2, 4), "neighbouring weights a lane loads at once in the QKV product")
-    weights: str = tunable("hold", ("stream", "hold"), "weights read at each use, or held in registers for all rows")
+    weights: str = tunable(
+        "hold",
+        ("stream", "hold", "shared"),
+        "weights read at each use, held in registers for all rows, or held from copies in shared memory",
+    )
     prefetch: str = tunable("qkv", ("none", "qkv", "both"), "held weights that are loaded before the stage they belong to")
     padding: bool = tunable(True, (True, False), "pad shared memory against bank conflicts")
     residual: str = tunable("reload", ("reload", "shared"), "read x again for the residual, or keep it in shared memory")
@@ -96,6 +100,15 @@ def kept_accesses(itemsize: int, lanes: int, vector: int) -> tuple[Access, Acces
     return (
         Access("residual", pair, lambda lane: (kept_place(lane // 4), pair * (lane % 4))),
         Access("kept store", stored, lambda lane: (kept_place(lane // lanes), stored * (lane % lanes))),
+    )
+
+
+def weight_accesses(itemsize: int, fragment: int, columns: int) -> tuple[Access, Access]:
+    """Of weights in shared memory, whose rows have `columns` words: `fragment` neighbours a lane as operand B, and the copy by 16 bytes."""
+    width, pieces = fragment * itemsize // 4, columns // 4
+    return (
+        Access("weights as operand B", width, lambda lane: (lane // 4, width * (lane % 4))),
+        Access("weights' copy", 4, lambda lane: (lane // pieces, 4 * (lane % pieces))),
     )
 
 
@@ -202,10 +215,15 @@ class SequencePlan:
         """Tunables that make no difference to the source here -> the value that stands for all."""
         found: dict[str, int | str] = {"qkv_columns": self.qkv_columns}
         if self.in_registers:
-            found |= {"warps": 8, "weights": "hold"}
-            if self.config.rounds > 1 and self.config.prefetch == "both":
+            found |= {"warps": 8, "weights": "shared" if self.weights_shared else "hold"}
+            if (self.config.rounds > 1 or self.weights_shared) and self.config.prefetch == "both":
                 found["prefetch"] = "qkv"
         return found
+
+    @property
+    def weights_shared(self) -> bool:
+        """Whether the weights pass through shared memory."""
+        return self.config.weights == "shared"
 
     @property
     def keeps_weights(self) -> bool:
@@ -242,12 +260,13 @@ class SequencePlan:
     @cached_property
     def layout(self) -> Layout:
         """`normed` is LayerNorm's result; `query` also (in registers: only) receives the attention's result; `key` and `value` are there
-        where these are shared; `kept` is x, if kept. The rows of normed, query and key are fragments of 16 rows by 8 columns; those of
-        value and kept are tokens, of kept eight of them in the order of kept_place."""
+        where these are shared; `kept` is x, if kept; `qkv_weight` and `out_weight` are those, if shared. The rows of normed, query and
+        key are fragments of 16 rows by 8 columns; those of value and kept are tokens, of kept eight of them in the order of kept_place;
+        those of the weights are a product's columns, with padded heads and channels as zeros."""
         c = self.config
         return _layout(
             self.config.math, self.rows, self.padded_dim, self.inner, self.dim, self.problem.block.itemsize,
-            c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding, self.keys_shared,
+            c.fragment, c.norm_lanes, self.norm_vector, c.residual == "shared", c.padding, self.keys_shared, self.weights_shared,
         )  # fmt: skip
 
     @property
@@ -314,7 +333,13 @@ class SequencePlan:
             (self.tensor_cores or c.weights == "stream", "ffma cannot hold weights in registers"),
             (self.tensor_cores or c.fragment == 2, "ffma needs fragment 2"),
             (c.fragment == 2 or self.dim > 8, "fragment 4 would only add zeros"),
-            (c.weights == "hold" or c.prefetch == "none", "only held weights can be prefetched"),
+            (c.weights != "stream" or c.prefetch == "none", "only held weights can be prefetched"),
+            (self.in_registers or not self.weights_shared, "only heads in registers have their weights in shared memory"),
+            (c.rounds == 1 or not self.weights_shared, "weights of further rounds stay in registers"),
+            (
+                not self.weights_shared or math.gcd(self.dim, self.head_dim) * self.problem.block.itemsize % 16 == 0,
+                "weights are copied to shared memory by 16 bytes, of which dim and head_dim have to be multiples",
+            ),
             (not hold or max(self.padded_dim, self.inner) <= 512, "sums of more than 512 are too long to hold weights"),
             (self.problem.block.residual or c.residual == "reload", "there is no residual to keep"),
             (together == 1 or together <= self.problem.sequences, f"there are only {self.problem.sequences} sequences"),
@@ -341,7 +366,7 @@ class SequencePlan:
 @lru_cache(maxsize=4096)
 def _layout(
     math: str, rows: int, padded_dim: int, inner: int, dim: int, itemsize: int,
-    fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool, keys_shared: bool,
+    fragment: int, norm_lanes: int, norm_vector: int, keep: bool, padded: bool, keys_shared: bool, weights_shared: bool,
 ) -> Layout:  # fmt: skip
     parts = HALF_PARTS.get(math, 0)
     per_page = 8 * 2 // (parts or 2)  # columns
@@ -356,6 +381,12 @@ def _layout(
         buffers.append(("value", pages, 128, _QUADRUPLES) if parts else ("value", rows, inner, values))
     if keep:
         buffers.append(("kept", rows, ceil_div(dim * itemsize, 4), kept_accesses(itemsize, norm_lanes, norm_vector)))
+    if weights_shared:
+        for name, columns, words, each in (
+            ("qkv_weight", 3 * inner, padded_dim * itemsize // 4, fragment),
+            ("out_weight", ceil_div(dim, 8) * 8, inner * itemsize // 4, 2),
+        ):
+            buffers.append((name, columns, words, weight_accesses(itemsize, each, words)))
     return stack(buffers, padded)
 
 
@@ -368,6 +399,17 @@ def default(problem: AxisProblem, target: Target, math: str | None = None) -> Se
         if not SequencePlan(problem, candidate).reasons(target):
             return candidate
     return None
+
+
+def alternatives(problem: AxisProblem, target: Target, math: str) -> list[SequenceConfig]:
+    """Other starts where heads are in registers: weights through shared memory, for which two things have to change at once, and two warps
+    a head with little in registers, which is several."""
+    start = default(problem, target, math)
+    if start is None or start.heads != "registers":
+        return []
+    shared = replace(start, weights="shared", residual="shared" if problem.block.residual else "reload", prefetch="qkv", rounds=1)
+    two_warps = replace(start, head_warps=2, qkv_columns=2, qkv_rows=1, norm_lanes=16, prefetch="none", rounds=1)
+    return [config for config in (shared, two_warps) if not SequencePlan(problem, config).reasons(target)]
 
 
 def _careful(problem: AxisProblem, target: Target, math: str) -> Iterator[SequenceConfig]:

@@ -56,7 +56,7 @@ def on_cpu(path: Path) -> ModuleType:
     So everything around the kernels is what runs on a GPU: the choice between kernels and PyTorch, gradients, the op.
     """
     text = path.read_text()
-    changed = text.replace("not x.is_cuda", "False").replace("x.is_cuda and", "True and")
+    changed = text.replace("not on_cuda", "False").replace("on_cuda and", "True and").replace("x.is_cuda and", "True and")
     assert changed != text
     directory = path.parent / "on_cpu"
     directory.mkdir(exist_ok=True)

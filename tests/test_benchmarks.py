@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import emitted
 from benchmarks import attention
 from benchmarks import compare as command
 from benchmarks import run as course
@@ -36,6 +38,7 @@ from codegen.render import render
 from codegen.sequence import default
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import target
+from codegen.terms import random_terms
 from fake_bench import FakeInstruments
 from tuner.gpu import Gpu
 from tuner.gpu_backend import Limits
@@ -674,3 +677,32 @@ def test_the_variants_of_attention_are_legal_and_differ(name: str, axis: str) ->
     configs = [attention.changed(start, text) for text in texts]
     assert len(set(configs)) == len(texts) >= 8
     assert not any(staged.StagedPlan(problem, config).reasons(sm90) for config in configs)
+
+
+def test_host_time_is_taken_apart(tmp_path: Path) -> None:
+    """What is timed is what its name says: how often the kernels' op is called in each, and with what."""
+    from benchmarks.host import COLUMNS, parts
+
+    spec = BlockSpec(dim=16, heads=2, height=5, width=7, batch=2, key_mask=True)
+    module = emitted.on_cpu(emitted.write(tmp_path, spec))
+    model = module.ModelNew(16, 2, 5, 7)
+    terms = random_terms(spec, torch.Generator().manual_seed(0))
+    seen = []
+
+    def wall(call: Callable[[], object]) -> float:
+        before = len(module.launched)
+        grad = call().requires_grad  # type: ignore[attr-defined]
+        seen.append((module.launched[before:], grad))
+        return float(len(seen))
+
+    found = parts(module, model, torch.randn(2, 5, 7, 16), terms, wall)
+    assert set(found) == set(COLUMNS) - {"device"}
+    by_name = {name: seen[int(found[name]) - 1] for name in found}
+    whole, none = [(2, 5, 7, 16)], [(0, 5, 7, 16)]
+    assert by_name == {
+        "call": (whole, False),
+        "Python alone": ([], False),
+        "op alone": (whole, False),
+        "op, empty batch": (none, False),
+        "call, grad mode": (whole, True),
+    }

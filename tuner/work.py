@@ -191,7 +191,7 @@ def _product(
     down = plan.warps // across
     column_turns, row_turns = math.ceil(column_groups / across), math.ceil(row_groups / down)
     hold = c.weights == "hold" or plan.in_registers
-    read = columns * steps * (1.5 * cost.weights * 2 / fragment + cost.split_weights)  # loads with addresses
+    read = columns * steps * (_reading(plan) * 2 / fragment + cost.split_weights)
     unit = steps * (rows * (cost.load_a + cost.split_a) + columns * cost.split_b + rows * columns * cost.product)
     unit += rows * columns * ((6 + 2 * cost.split_pair) if splits else 12)
     units, readers = row_groups * column_groups, min(down, row_groups) if hold else row_groups
@@ -200,7 +200,7 @@ def _product(
     if hold:
         warp, block = column_turns * (row_turns * unit + read), units * unit + column_groups * readers * read
         # Loads of a fill go out together, and other warps hide most of the wait.
-        wait = 0.2 * L2_CYCLES * (column_turns - prefetched)
+        wait = 0.0 if plan.weights_shared else 0.2 * L2_CYCLES * (column_turns - prefetched)
     else:
         warp, block = column_turns * row_turns * (unit + read), units * (unit + read)
         wait = column_turns * row_turns * steps * (2 / fragment) * L1_CYCLES
@@ -211,6 +211,11 @@ def _product(
     return _Stage(warp, block, wait, units * rows * columns * steps, wavefronts, weight_bytes)
 
 
+def _reading(plan: SequencePlan) -> float:
+    """Instructions of a warp for two weights a lane: loads with addresses, or from shared memory and a share of the copies to there."""
+    return MATHS[plan.config.math].weights * (1.25 if plan.weights_shared else 1.5)
+
+
 def _heads(plan: SequencePlan) -> _Stage:
     """QKV product and attention of warps that have a head of a sequence each, and keep its q, k and v in registers, or some row tiles of
     a head, and read k and v from shared memory. All of these read the head's weights."""
@@ -218,7 +223,7 @@ def _heads(plan: SequencePlan) -> _Stage:
     rows, head = plan.padded_length // 16, plan.padded_head_dim // 8
     heads = plan.warps // c.head_warps
     columns, passes = 3 * head, 3 * head // plan.qkv_columns
-    read = columns * steps * (1.5 * cost.weights * 2 / c.fragment + cost.split_weights) / c.rounds
+    read = columns * steps * (_reading(plan) * 2 / c.fragment + cost.split_weights) / c.rounds
     project = steps * (passes * cost.load_a + columns * cost.product) + columns * (2 + 2 * cost.split_pair) + head * 2
     keys, key_steps = c.key_tile // 8, plan.padded_length // c.key_tile
     products = 2 * keys * head * cost.product
@@ -228,11 +233,13 @@ def _heads(plan: SequencePlan) -> _Stage:
     attend += passed * plan.operand_words
     tiles = heads * rows * (columns * steps + 2 * keys * key_steps * head)
     wavefronts = heads * 8 * plan.operand_words * rows * (passes * steps + head + passed) / 2
-    weight_bytes = plan.warps * columns * 8 * plan.padded_dim * plan.problem.block.itemsize / c.rounds
+    readers = plan.problem.block.heads if plan.weights_shared else plan.warps  # of a head's weights
+    weight_bytes = readers * columns * 8 * plan.padded_dim * plan.problem.block.itemsize / c.rounds
     weight_bytes += heads * rows * 16 * term_bytes(plan.problem)
     first = c.prefetch != "none" or c.rounds > 1
     warp, block = read + plan.head_tiles * (project + attend), plan.warps * read + heads * rows * (project + attend)
-    return _Stage(warp, block, 0.2 * L2_CYCLES * (passes - first), tiles, wavefronts, weight_bytes)
+    wait = 0.0 if plan.weights_shared else 0.2 * L2_CYCLES * (passes - first)
+    return _Stage(warp, block, wait, tiles, wavefronts, weight_bytes)
 
 
 def term_instructions(problem: AxisProblem, keys: int) -> float:

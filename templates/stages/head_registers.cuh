@@ -27,6 +27,12 @@ struct HeadRegisters {
     template <typename T, int N>
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
       const int column = (matrix(portion, j / 2) * C::HEADS + head()) * C::PADDED_HEAD_DIM + 16 * (portion / TURNS) + 8 * (j % 2) + within_tile;
+{% if shares %}
+      if constexpr (C::WEIGHTS_SHARED) {
+        load(to, weight + column * C::QKV_WEIGHT_STRIDE + k);
+        return;
+      }
+{% endif %}
       QkvProduct<C>::load_weights(weight, column, k, to);
     }
   };

@@ -15,6 +15,12 @@ struct OutProduct {
     template <typename T, int N>
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
       const int column = (group * C::OUT_COLUMNS + j) * 8 + within_tile;
+{% if shares %}
+      if constexpr (C::WEIGHTS_SHARED) {
+        load(to, weight + column * C::OUT_WEIGHT_STRIDE + k);
+        return;
+      }
+{% endif %}
       const bool real = C::DIM % 8 == 0 || column < C::DIM;
       const int within = C::HEAD_DIM < C::PADDED_HEAD_DIM ? k % C::PADDED_HEAD_DIM : 0;
       const Element* from = weight + column * {{ "C::DIM" if spec.inner == spec.dim else "(C::HEADS * C::HEAD_DIM)" }} + k - k / C::PADDED_HEAD_DIM * (C::PADDED_HEAD_DIM - C::HEAD_DIM);

@@ -297,13 +297,17 @@ struct Resident {
 #pragma unroll 1
     for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
       const int column = turn * Out::COLUMNS;
-{% if spec.residual %}
-      if (!AHEAD || turn > 0) read_residual(column);
-{% endif %}
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
 {% if spec.out_bias %}
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) tiles[row].begin(acc[row], out_bias, column, lane);
+{% endif %}
+{% if spec.residual %}
+      if (!AHEAD || turn > 0) read_residual(column);
+{% endif %}
+{% if spec.out_bias %}
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) keep_in_registers(acc[row]);  // behind the loads of both, so that these are waited for together
 {% endif %}
       multiply_all<Out>(acc, rest, ring);
       finish(acc, rest);

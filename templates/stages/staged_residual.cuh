@@ -13,7 +13,7 @@ struct OutputTiles {
   static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
   static_assert(TILES % TOGETHER == 0, "column tiles that go together");
 {% if spec.residual %}
-  static constexpr bool EARLY = PER_WORD == 2 && TILES <= 16;
+  static constexpr bool EARLY = PER_WORD == 2 && (TILES <= 16 || C::Out::THREADS * C::Out::MIN_BLOCKS <= 256);  // a thread may have 255 registers then
   Word words[EARLY ? TILES / TOGETHER : 1][2][RUNS][RUN / PER_WORD];
 
   __device__ __forceinline__ void read(Word (&to)[2][RUNS][RUN / PER_WORD], const Element* x, int tile, int row_tiles, int channel, int lane) {
@@ -72,7 +72,13 @@ struct OutputTiles {
           unpack(sums, held[half][run]);
 {% endif %}
 #pragma unroll
-          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2]{{ " + (BEGUN ? 0.0f : bias[c])" if spec.out_bias }};
+          for (int c = 0; c < RUN; ++c) {
+            float sum = acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2];
+{% if spec.out_bias %}
+            if constexpr (!BEGUN) sum += bias[c];
+{% endif %}
+            sums[c] += sum;
+          }
           store_channels<C::DIM>(y + C::offset(tile / C::TILES, token), channel + 4 * RUN * run, sums);
         }
       }

@@ -12,8 +12,9 @@ import pytest
 
 from codegen import resident
 from codegen.render import Kernel, Source, render
-from codegen.sequence import SequenceConfig, default
+from codegen.sequence import DTYPE_MATHS, SequenceConfig, alternatives, default
 from codegen.spec import DTYPES, BlockSpec
+from planted import SEQUENCE_SHAPES, behind_the_output, into_the_input, wrong_scale
 from tuner.gpu import Gpu, visible_gpu
 from tuner.gpu_backend import GpuBackend, Limits
 from tuner.pytorch_forms import FORMS
@@ -71,12 +72,23 @@ def test_16_bit_kernels_are_verified_and_measured(backend, dtype):
     (outcome,) = backend.evaluate([one])
     assert outcome.status == OK and outcome.timing is not None, outcome.cause
     source = render(spec, one.configs)
-    text = source.text.replace("EXPONENT_SCALE =", "EXPONENT_SCALE = 1.5f *")
-    assert backend.evaluate_source(one, dataclasses.replace(source, text=text)).status == "wrong"
-    behind = source.text.replace("store(y + at, pair);", "store(y + at, pair), put(y + sequences * 2048 + 3, 1.0f);")
-    outcome = backend.evaluate_source(one, dataclasses.replace(source, text=behind))
+    assert backend.evaluate_source(one, wrong_scale(source)).status == "wrong"
+    outcome = backend.evaluate_source(one, behind_the_output(source))
     assert outcome.status == "fault" and "outside its output" in outcome.cause
     healthy(backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SEQUENCE_SHAPES)
+def test_kernels_that_a_search_starts_from_are_verified_and_measured(backend, shape, dtype):
+    """Of `sequence`: weights through shared memory, in the second kernel before and behind its wait, and two warps a head."""
+    spec = BlockSpec(*shape, batch=2, dtype=dtype)
+    starts = {axis: alternatives(spec.problem(axis), backend.target, DTYPE_MATHS[dtype][0]) for axis in spec.axes}
+    pairs = [dict(zip(spec.axes, pair, strict=True)) for pair in itertools.zip_longest(*starts.values())]
+    filled = [{axis: config or starts[axis][0] for axis, config in pair.items()} for pair in pairs]
+    late = [pair | {"col": dataclasses.replace(pair["col"], prefetch="none")} for pair in filled if pair["col"].weights == "shared"]
+    for outcome in backend.evaluate([Candidate(spec, pair) for pair in filled + late]):
+        assert outcome.status == OK and outcome.timing is not None, f"{outcome.candidate.configs}: {outcome.cause}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,10 +138,7 @@ def test_planted_fault_costs_one_trial(backend, body, status, cause):
 
 def test_writes_into_the_real_input_are_found(backend):
     one, source = rows(backend)
-    text = source.text.replace("load_and_normalise<Row>(x,", "const_cast<float*>(x)[5] = 1.0f;\n  load_and_normalise<Row>(x,")
-    if text == source.text:
-        pytest.skip("the template reads x in another way now")
-    outcome = backend.evaluate_source(one, dataclasses.replace(source, text=text))
+    outcome = backend.evaluate_source(one, into_the_input(source))
     assert outcome.status in ("fault", "wrong") and outcome.timing is None
     healthy(backend)
 
