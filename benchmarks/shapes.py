@@ -3,7 +3,7 @@
 On a GPU every shape is verified and timed beside PyTorch's forms; elsewhere its kernels are checked on the emulator, each axis on
 a few sequences, without times. A measurement that is already in the JSON stays while its kernels' source and the GPU are the
 same, so that a run cut short by its budget goes on where it stopped, and one without a GPU keeps what was measured. Times of another
-source stay, and are said to be of earlier kernels, until there are new ones.
+source stay, and are said to be of earlier kernels, until there are new ones; shapes that never had any come first.
 """
 
 from __future__ import annotations
@@ -176,6 +176,7 @@ def run(
         elif keep and earlier is not None and stays(earlier, row, facts_now.get("gpu", "")):
             done[row.name] = earlier
     todo = [(row, work) for row, work in planned if work is not None and row.name not in done and only(row)]
+    todo.sort(key=lambda item: item[0].name in known and known[item[0].name].timing is not None)  # what never had a time comes first
     if keep:
         planned = [(aged(row, known.get(row.name)), work) for row, work in planned]
     for index, row in enumerate(check(todo), 1):

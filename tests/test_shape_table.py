@@ -127,6 +127,16 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     assert again.asked == ["Few", "One axis"]
 
 
+def test_shapes_that_never_had_a_time_come_first(tmp_path: Path) -> None:
+    """A run may be cut short: times of earlier kernels are better than none."""
+    more = (*FEW[:2], Shape("Third", 32, 4, (8, 9)))
+    run(more[:2], H200, tmp_path, Checks(**MEASURED), HERE, {})
+    check = Checks(**MEASURED)
+    changed = {shape.spec(): {axis: replace(c, min_blocks=2) for axis, c in plan(shape, H200, {})[1].configs.items()} for shape in more[:2]}  # type: ignore[union-attr]
+    run(more, H200, tmp_path, check, HERE, changed)
+    assert check.asked == [plan(shape, H200, {})[0].model for shape in (more[2], *more[:2])]
+
+
 def test_measurements_stay_only_while_they_hold(tmp_path: Path) -> None:
     """Without a GPU they are kept; another GPU, another driver or other kernels have them made again."""
     run(FEW, H200, tmp_path, Checks(checked="emulator", error=2e-6), NOWHERE, {})
