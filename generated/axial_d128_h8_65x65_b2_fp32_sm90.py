@@ -5,24 +5,28 @@ axis. Tuned for batch 2; any batch is computed. The fp16x3 arithmetic keeps oper
 values: one beyond 65504 becomes infinite, and what is below 1e-11 is lost.
 
 Configuration:
-    row: family sequence, math fp16x3, heads registers, sequences 1, warps 8, qkv_rows 1, qkv_columns 2, out_rows 1,
-         out_columns 2, key_tile 80, fragment 4, weights hold, prefetch qkv, padding True, residual reload,
-         norm_lanes 4, dependent_launch False, min_blocks 1, rounds 1
-    col: family sequence, math fp16x3, heads registers, sequences 1, warps 8, qkv_rows 1, qkv_columns 2, out_rows 1,
-         out_columns 2, key_tile 80, fragment 4, weights hold, prefetch qkv, padding True, residual reload,
-         norm_lanes 4, dependent_launch False, min_blocks 1, rounds 1
+    row: family sequence, math fp16x3, heads registers, head_warps 2, sequences 1, warps 8, qkv_rows 1, qkv_columns 2,
+         out_rows 1, out_columns 2, key_tile 80, fragment 4, weights hold, prefetch none, padding True,
+         residual reload, norm_lanes 16, dependent_launch False, min_blocks 1, rounds 1
+    col: family sequence, math fp16x3, heads registers, head_warps 2, sequences 1, warps 8, qkv_rows 1, qkv_columns 2,
+         out_rows 1, out_columns 2, key_tile 80, fragment 4, weights hold, prefetch none, padding True,
+         residual reload, norm_lanes 16, dependent_launch False, min_blocks 1, rounds 1
 
 Measured on NVIDIA H200.
-    device time: 53.68 +- 0.07 us
-    device time, L2 flushed: 78.14 us
-    wall time of a call: 56.11 us
-    default configuration, device time: 58.72 us
-    PyTorch (torch.compile), device time: 265.03 us
-    PyTorch (torch.compile), wall time of a call: 1024.41 us
+    device time: 50.06 +- 0.04 us
+    device time, L2 flushed: 56.19 us
+    wall time of a call: 54.47 us
+    default configuration, device time: 49.76 us
+    PyTorch (torch.compile), device time: 262.34 us
+    PyTorch (torch.compile), wall time of a call: 1542.53 us
     error against float64: 1.9e-06 of the output's scale
-Command: python cli.py tune --dim 128 --heads 8 --height 65 --width 65 --batch 2 --budget 40 --storage none
-Written 2026-11-29T23:15:32Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
-Beats the default configuration by 5.34 us (spread 0.09 us).
+Command: python cli.py tune --storage none --dim 128 --heads 8 --height 65 --width 65 --batch 2 --fix family=sequence
+--fix math=fp16x3 --fix heads=registers --fix head_warps=2 --fix sequences=1 --fix qkv_rows=1 --fix qkv_columns=2 --fix
+out_rows=1 --fix out_columns=2 --fix key_tile=80 --fix fragment=4 --fix weights=hold --fix prefetch=none --fix
+padding=true --fix residual=reload --fix norm_lanes=16 --fix dependent_launch=false --fix min_blocks=1 --fix rounds=1
+--budget 12
+Written 2026-11-30T11:29:07Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
 kernels are built at the first call with a CUDA tensor, which needs the CUDA toolkit and a C++ compiler; CPU tensors,
@@ -55,27 +59,27 @@ SPEC = {
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "sequence", "math": "fp16x3", "heads": "registers", "sequences": 1, "warps": 8, "qkv_rows": 1,
-        "qkv_columns": 2, "out_rows": 1, "out_columns": 2, "key_tile": 80, "fragment": 4, "weights": "hold",
-        "prefetch": "qkv", "padding": True, "residual": "reload", "norm_lanes": 4, "dependent_launch": False,
-        "min_blocks": 1, "rounds": 1,
+        "family": "sequence", "math": "fp16x3", "heads": "registers", "head_warps": 2, "sequences": 1, "warps": 8,
+        "qkv_rows": 1, "qkv_columns": 2, "out_rows": 1, "out_columns": 2, "key_tile": 80, "fragment": 4,
+        "weights": "hold", "prefetch": "none", "padding": True, "residual": "reload", "norm_lanes": 16,
+        "dependent_launch": False, "min_blocks": 1, "rounds": 1,
     },
     "col": {
-        "family": "sequence", "math": "fp16x3", "heads": "registers", "sequences": 1, "warps": 8, "qkv_rows": 1,
-        "qkv_columns": 2, "out_rows": 1, "out_columns": 2, "key_tile": 80, "fragment": 4, "weights": "hold",
-        "prefetch": "qkv", "padding": True, "residual": "reload", "norm_lanes": 4, "dependent_launch": False,
-        "min_blocks": 1, "rounds": 1,
+        "family": "sequence", "math": "fp16x3", "heads": "registers", "head_warps": 2, "sequences": 1, "warps": 8,
+        "qkv_rows": 1, "qkv_columns": 2, "out_rows": 1, "out_columns": 2, "key_tile": 80, "fragment": 4,
+        "weights": "hold", "prefetch": "none", "padding": True, "residual": "reload", "norm_lanes": 16,
+        "dependent_launch": False, "min_blocks": 1, "rounds": 1,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row", "axis": "row", "threads": 256, "shared_bytes": 81920, "items_per_block": 1,
+        "name": "axial_row", "axis": "row", "threads": 512, "shared_bytes": 166400, "items_per_block": 1,
         "dependent_launch": False,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
     },
     {
-        "name": "axial_col", "axis": "col", "threads": 256, "shared_bytes": 81920, "items_per_block": 1,
+        "name": "axial_col", "axis": "col", "threads": 512, "shared_bytes": 166400, "items_per_block": 1,
         "dependent_launch": False,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
@@ -84,14 +88,13 @@ KERNELS = [
 SCRATCH = {}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --dim 128 --heads 8 --height 65 --width 65 --batch 2 --budget 40 --storage none",
-    "date": "2026-11-29T23:15:32Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 53.676001727581024,
-    "spread_us": 0.07200054824352264, "cold_us": 78.14399898052216, "wall_us": 56.11426415146714,
-    "default_us": 58.7179996073246, "pytorch_us": 265.03199338912964, "pytorch_wall_us": 1024.4128000010733,
+    "command": "python cli.py tune --storage none --dim 128 --heads 8 --height 65 --width 65 --batch 2 --fix family=sequence --fix math=fp16x3 --fix heads=registers --fix head_warps=2 --fix sequences=1 --fix qkv_rows=1 --fix qkv_columns=2 --fix out_rows=1 --fix out_columns=2 --fix key_tile=80 --fix fragment=4 --fix weights=hold --fix prefetch=none --fix padding=true --fix residual=reload --fix norm_lanes=16 --fix dependent_launch=false --fix min_blocks=1 --fix rounds=1 --budget 12",
+    "date": "2026-11-30T11:29:07Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 50.06000027060509,
+    "spread_us": 0.04199892282485962, "cold_us": 56.19199946522713, "wall_us": 54.46718604706655,
+    "default_us": 49.7639998793602, "pytorch_us": 262.33598589897156, "pytorch_wall_us": 1542.5254999996696,
     "pytorch_form": "torch.compile", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
-    "error": 1.8512663747673976e-06, "partial": False,
-    "note": "Beats the default configuration by 5.34 us (spread 0.09 us).",
+    "error": 1.8512663747673976e-06, "partial": False, "note": "The default configuration is the fastest.",
 }
 
 CUDA_SOURCE = r'''
@@ -127,6 +130,13 @@ template <typename T, int N>
 __device__ __forceinline__ void store(float* to, const T (&from)[N]) {
   using V = typename Vector<N>::Type;
   *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(from);
+}
+
+// The same to global memory, by one instruction: the compiler takes some plain stores of several words apart.
+template <typename T, int N>
+__device__ __forceinline__ void store_global(float* to, const T (&from)[N]) {
+  using V = typename Vector<N>::Type;
+  __stcg(reinterpret_cast<V*>(to), *reinterpret_cast<const V*>(from));
 }
 
 // Weights do not change while a kernel runs, so their loads may go through the read-only cache.
@@ -1085,6 +1095,127 @@ struct HeadRegisters {
   }
 };
 
+// Stages 2 and 3 with HEAD_WARPS warps for each head of a sequence. Groups of ROWS row tiles go to these warps in turn. A warp computes q, k and v of
+// its groups, each as HeadRegisters does of a short sequence. It keeps q; k and v it stores as the operands they are, a whole quadruple a lane, and
+// behind a barrier it attends to all keys of the sequence for its own queries.
+template <typename C>
+struct HeadShare {
+  using Math = typename C::Math;
+  using Tile = typename Math::Tile;
+  struct Group : C {
+    static constexpr int PADDED_LENGTH = 16 * C::QKV_ROWS;
+  };
+  using Rows = HeadRegisters<Group>;
+  using Held = typename Rows::Held;
+  using Load = typename Rows::Load;
+  static constexpr int TILES = C::PADDED_LENGTH / 16, SLICES = Rows::SLICES, ROWS = C::QKV_ROWS;
+  static constexpr int GROUPS = TILES / ROWS, SHARE = ceil_div(GROUPS, C::HEAD_WARPS);  // of which the last may be missing
+
+  Tile queries[SHARE * ROWS][SLICES];
+
+  static __device__ __forceinline__ int head() { return Rows::head(); }
+  static __device__ __forceinline__ int sequence() { return Rows::sequence() / C::HEAD_WARPS; }
+
+  // The first row tile of a group of this warp's share, and whether there is that group.
+  static __device__ __forceinline__ int first_tile(int group) { return (group * C::HEAD_WARPS + Rows::sequence() % C::HEAD_WARPS) * ROWS; }
+  static __device__ __forceinline__ bool exists(int group) { return GROUPS % C::HEAD_WARPS == 0 || first_tile(group) < TILES; }
+
+  // Where a row tile's keys or values of 16 channels of the head start in their buffer.
+  static __device__ __forceinline__ int page(int tile, int slice) {
+    return ((sequence() * TILES + tile) * C::QUERY_PAGES + (head() * SLICES + slice) * Math::PAGES) * 128;
+  }
+
+  // `held` has the first portion's weights; those of further ones are read here.
+  __device__ __forceinline__ void project(float* shared, const Element* __restrict__ weight, Held& held) {
+    const int lane = threadIdx.x % 32;
+    Rows rows;
+#pragma unroll
+    for (int portion = 0; portion < Rows::PORTIONS; ++portion) {
+      if (portion > 0) {
+        __syncwarp();
+        held.read(lane, Load{weight, portion}), held.pack();
+      }
+#pragma unroll
+      for (int group = 0; group < SHARE; ++group) {
+        if (!exists(group)) break;
+        __syncwarp();
+        // Rows looks for its tokens where they would be if ROWS tiles were a sequence, and each warp had its own.
+        const int away = sequence() * TILES + first_tile(group) - Rows::sequence() * ROWS;
+        rows.multiply(shared + away * C::NORMED_PAGES * C::NORMED_PAGE, held, portion, 0, lane);
+        keep(shared, rows, portion, group, lane);
+      }
+    }
+  }
+
+  // What `rows` has of one portion: q stays, k and v are stored.
+  __device__ __forceinline__ void keep(float* shared, const Rows& rows, int portion, int group, int lane) {
+    const int slice = portion / Rows::TURNS;
+#pragma unroll
+    for (int m = 0; m < Rows::MATRICES; ++m)
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        const int matrix = Rows::matrix(portion, m);
+        const Tile& made = rows.operands[matrix][i][slice];
+        if (matrix == 0) {
+          queries[group * ROWS + i][slice] = made;
+        } else {
+          float* to = shared + (matrix == 1 ? C::KEY : C::VALUE) + page(first_tile(group) + i, slice) + 4 * lane;
+#pragma unroll
+          for (int p = 0; p < Math::PAGES; ++p) store(to + p * 128, made.part[p]);
+        }
+      }
+  }
+
+  // The operands of one row tile of queries, as Attention::attend multiplies them.
+  struct RowTile {
+    static constexpr bool IN_SHARED = false;
+    static constexpr int KEYS = C::KEY_TILE / 8, KEY_STEPS = C::PADDED_LENGTH / C::KEY_TILE, UNROLL = KEY_STEPS <= 4 ? KEY_STEPS : 1;
+    const float* shared;
+    const Tile (&queries)[SLICES];
+    int lane;
+
+    __device__ __forceinline__ void scores(float (&p)[1][KEYS][4], int step) const {
+      typename Math::template Sums<1, KEYS> sums;
+#pragma unroll
+      for (int slice = 0; slice < SLICES; ++slice)
+#pragma unroll
+        for (int pair = 0; pair < KEYS / 2; ++pair) {
+          const Tile keys = Math::template load_tile<128>(shared + C::KEY + page(step * (KEYS / 2) + pair, slice), lane);
+#pragma unroll
+          for (int octet = 0; octet < 2; ++octet) Math::multiply(p, sums, 0, 2 * pair + octet, queries[slice], keys, octet);
+        }
+      sums.add_to(p);
+    }
+
+    __device__ __forceinline__ void weighted_sum(float (&out)[1][2 * SLICES][4], const float (&p)[1][KEYS][4], int step) const {
+      typename Math::template Sums<1, 2 * SLICES> sums;
+#pragma unroll
+      for (int pair = 0; pair < KEYS / 2; ++pair) {
+        const Tile weights = Math::tile(p[0][2 * pair], p[0][2 * pair + 1]);
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) {
+          const Tile values = Math::template load_tile<128>(shared + C::VALUE + page(step * (KEYS / 2) + pair, slice), lane);
+#pragma unroll
+          for (int octet = 0; octet < 2; ++octet) Math::multiply(out, sums, 0, 2 * slice + octet, weights, values, octet);
+        }
+      }
+      sums.add_to(out);
+    }
+  };
+
+  __device__ __forceinline__ void attend(float* shared) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int group = 0; group < SHARE; ++group) {
+      if (!exists(group)) break;
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+        Attention<C>::attend(shared, RowTile{shared, queries[group * ROWS + i], lane}, sequence() * TILES + first_tile(group) + i, head(), lane);
+    }
+  }
+};
+
 // Stage 4: output product, bias and residual, written to the grid by stride.
 template <typename C>
 struct OutProduct {
@@ -1142,7 +1273,7 @@ struct OutProduct {
         unpack(kept, residual[i][j][half]);
         const float pair[2] = {biases[j][0] + (acc[i][j][2 * half] + kept[0]), biases[j][1] + (acc[i][j][2 * half + 1] + kept[1])};
         if constexpr (C::DIM % 2 == 0) {
-          store(y + at, pair);
+          store_global(y + at, pair);
         } else {
           put(y + at, pair[0]);
           if (column + 1 < C::DIM) put(y + at + 1, pair[1]);
@@ -1228,17 +1359,19 @@ struct Row {
 
   // The configuration
   using Math = HalfCore<Fp16, 2>;
-  static constexpr int SEQUENCES = 1, WARPS = 8, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
-  static constexpr int NORM_LANES = 4, NORM_VECTOR = 4;
-  static constexpr int QKV_ROWS = 1, QKV_COLUMNS = 2, QKV_WARPS_ACROSS = 8;
+  static constexpr int SEQUENCES = 1, WARPS = 16, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
+  static constexpr int HEAD_WARPS = 2;
+  static constexpr int NORM_LANES = 16, NORM_VECTOR = 4;
+  static constexpr int QKV_ROWS = 1, QKV_COLUMNS = 2, QKV_WARPS_ACROSS = 16;
   static constexpr int OUT_ROWS = 1, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 8;
   static constexpr int KEY_TILE = 80, FRAGMENT = 4;
   static constexpr bool KEEP_X = false;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 128, PADDED_HEAD_DIM = 16, INNER = 128, PADDED_LENGTH = 80, ROWS = 80;
-  static constexpr int NORMED = 0, NORMED_PAGE = 128, NORMED_PAGES = 16;  // of a row tile
-  static constexpr int QUERY = 10240, QUERY_PAGES = 16;  // the attention's result
+  static constexpr int NORMED = 0, NORMED_PAGE = 136, NORMED_PAGES = 16;  // of a row tile
+  static constexpr int QUERY = 10880, QUERY_PAGES = 16, KEY = 21120;
+  static constexpr int VALUE = 31360, VALUE_STRIDE = 128;
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1255,17 +1388,19 @@ struct Column {
 
   // The configuration
   using Math = HalfCore<Fp16, 2>;
-  static constexpr int SEQUENCES = 1, WARPS = 8, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
-  static constexpr int NORM_LANES = 4, NORM_VECTOR = 4;
-  static constexpr int QKV_ROWS = 1, QKV_COLUMNS = 2, QKV_WARPS_ACROSS = 8;
+  static constexpr int SEQUENCES = 1, WARPS = 16, THREADS = 32 * WARPS, MIN_BLOCKS = 1;
+  static constexpr int HEAD_WARPS = 2;
+  static constexpr int NORM_LANES = 16, NORM_VECTOR = 4;
+  static constexpr int QKV_ROWS = 1, QKV_COLUMNS = 2, QKV_WARPS_ACROSS = 16;
   static constexpr int OUT_ROWS = 1, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 8;
   static constexpr int KEY_TILE = 80, FRAGMENT = 4;
   static constexpr bool KEEP_X = false;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 128, PADDED_HEAD_DIM = 16, INNER = 128, PADDED_LENGTH = 80, ROWS = 80;
-  static constexpr int NORMED = 0, NORMED_PAGE = 128, NORMED_PAGES = 16;  // of a row tile
-  static constexpr int QUERY = 10240, QUERY_PAGES = 16;  // the attention's result
+  static constexpr int NORMED = 0, NORMED_PAGE = 136, NORMED_PAGES = 16;  // of a row tile
+  static constexpr int QUERY = 10880, QUERY_PAGES = 16, KEY = 21120;
+  static constexpr int VALUE = 31360, VALUE_STRIDE = 128;
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1283,14 +1418,15 @@ axial_row(const Element* x, Element* y, const Element* __restrict__ norm_weight,
   TokenPair<Row> tokens;
   tokens.load_turn(x, 0, first, sequences);
   const NormWeights<Row> norm(norm_weight, norm_bias);
-  HeadRegisters<Row>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, HeadRegisters<Row>::Load{qkv_weight, 0});
+  HeadShare<Row>::Held qkv_held;
   OutProduct<Row>::Held out_held;
   load_and_normalise<Row>(x, tokens, norm, first, sequences, shared);
+  qkv_held.read(threadIdx.x % 32, HeadShare<Row>::Load{qkv_weight, 0});
   qkv_held.pack();
   __syncthreads();
-  HeadRegisters<Row> heads;
+  HeadShare<Row> heads;
   heads.project(shared, qkv_weight, qkv_held);
+  __syncthreads();
   heads.attend(shared);
   out_held.read(threadIdx.x % 32, OutProduct<Row>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Row>::ACROSS});
   __syncthreads();
@@ -1305,14 +1441,15 @@ axial_col(const Element* x, Element* y, const Element* __restrict__ norm_weight,
   TokenPair<Column> tokens;
   tokens.load_turn(x, 0, first, sequences);
   const NormWeights<Column> norm(norm_weight, norm_bias);
-  HeadRegisters<Column>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, HeadRegisters<Column>::Load{qkv_weight, 0});
+  HeadShare<Column>::Held qkv_held;
   OutProduct<Column>::Held out_held;
   load_and_normalise<Column>(x, tokens, norm, first, sequences, shared);
+  qkv_held.read(threadIdx.x % 32, HeadShare<Column>::Load{qkv_weight, 0});
   qkv_held.pack();
   __syncthreads();
-  HeadRegisters<Column> heads;
+  HeadShare<Column> heads;
   heads.project(shared, qkv_weight, qkv_held);
+  __syncthreads();
   heads.attend(shared);
   out_held.read(threadIdx.x % 32, OutProduct<Column>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Column>::ACROSS});
   __syncthreads();
@@ -1396,8 +1533,8 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   const int32_t device = given.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Tensor x = dense(given);
-  Tensor y = torch::stable::empty_like(x);
   const int64_t batch = x.size(0);
+  Tensor y = torch::stable::new_empty(x, {batch, 65, 65, 128});
   if (batch == 0) return y;
   if (batch > INT_MAX / 65) refuse("batch " + std::to_string(batch) + " is too large: split the input");
   row_norm_weight = parameter(row_norm_weight, "row_norm_weight", 128, 0, device);
@@ -1417,19 +1554,19 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   {
     // Rows: 1 sequence a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row, 81920, device, allowed);
+    allow_shared(axial_row, 166400, device, allowed);
     const int sequences = static_cast<int>(batch * 65);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    cudaLaunchConfig_t config = grid(blocks, 256, 81920, stream);
+    cudaLaunchConfig_t config = grid(blocks, 512, 166400, stream);
     check(cudaLaunchKernelEx(&config, axial_row, data(x), out, data(row_norm_weight), data(row_norm_bias), data(row_qkv_weight), data(row_out_weight), data(row_out_bias), sequences), "axial_row could not be launched");
   }
   {
     // Columns: 1 sequence a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col, 81920, device, allowed);
+    allow_shared(axial_col, 166400, device, allowed);
     const int sequences = static_cast<int>(batch * 65);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    cudaLaunchConfig_t config = grid(blocks, 256, 81920, stream);
+    cudaLaunchConfig_t config = grid(blocks, 512, 166400, stream);
     check(cudaLaunchKernelEx(&config, axial_col, out, out, data(col_norm_weight), data(col_norm_bias), data(col_qkv_weight), data(col_out_weight), data(col_out_bias), sequences), "axial_col could not be launched");
   }
   return y;
@@ -1779,18 +1916,20 @@ class ModelNew(nn.Module):
     def forward(self, x):
         if x.dim() != 4 or x.shape[3] != DIM:
             raise ValueError(f"the input must be (batch, height, width, {DIM}), not {tuple(x.shape)}")
-        kind = "cuda" if x.is_cuda else x.device.type
+        on_cuda, dtype = x.is_cuda, x.dtype
+        kind = "cuda" if on_cuda else x.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         weights = self._weights()
-        if weights is not None and x.dtype != weights[0].dtype and not autocast:
-            raise TypeError(f"the input is {x.dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
-        if x.is_cuda and x.dtype != DTYPE and not autocast:
-            _warn_type(x.dtype)
+        if weights is not None and dtype != weights[0].dtype and not autocast:
+            raise TypeError(f"the input is {dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
+        if on_cuda and dtype != DTYPE and not autocast:
+            _warn_type(dtype)
             return self._pytorch_form(x)
-        if weights is None or autocast or not x.is_cuda or _forward_mode() or (self.training and self.dropout.p > 0.0):
+        if weights is None or autocast or not on_cuda or _forward_mode() or (self.training and self._modules["dropout"].p > 0.0):
             return self._pytorch_form(x)
-        if x.shape[1] != HEIGHT or x.shape[2] != WIDTH:
-            _warn_size(x.shape[1], x.shape[2])
+        _, height, width, _ = x.shape
+        if height != HEIGHT or width != WIDTH:
+            _warn_size(height, width)
             return self._pytorch_form(x)
         if USE != "kernels":
             return _library_form(x, weights)
@@ -1804,20 +1943,24 @@ class ModelNew(nn.Module):
         return _launcher()(x, *weights)
 
     def _weights(self):
-        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations)."""
-        weights = []
-        for axis in AXES:
-            for part, kind, names in _LAYERS:
-                layer = self._modules[axis + part]
-                if type(layer) is not kind or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-                    return None
-                for name in names:
-                    tensor = layer._parameters.get(name)
-                    if tensor is None:  # a plain attribute in the replicas of DataParallel
-                        tensor = getattr(layer, name, None)
+        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations).
+
+        It runs at each call, and so takes what a layer has where nn.Module keeps it.
+        """
+        weights, layers = [], self._modules
+        for name, kind, parts in _LAYERS:
+            layer = layers[name]
+            own = layer.__dict__
+            if type(layer) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            parameters = own["_parameters"]
+            for part in parts:
+                tensor = parameters.get(part)
+                if tensor is None:  # a plain attribute in the replicas of DataParallel
+                    tensor = getattr(layer, part, None)
                     if tensor is None:
                         return None
-                    weights.append(tensor)
+                weights.append(tensor)
         return weights
 
     def _pytorch_form(self, x):
@@ -1827,7 +1970,11 @@ class ModelNew(nn.Module):
         return x
 
 
-_LAYERS = (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+_LAYERS = tuple(
+    (axis + name, kind, parts)
+    for axis in AXES
+    for name, kind, parts in (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+)
 
 
 def _forward_mode():

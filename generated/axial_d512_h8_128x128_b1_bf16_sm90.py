@@ -5,23 +5,25 @@ axis. Tuned for batch 1; any batch is computed.
 
 Configuration:
     row: family resident, math bf16, rows 1, sequences 1, head_group 1, overlap False, sum_tile 32, stages 4, attention
-         wgmma, key_tile 32, sums add, polynomial 0, result scratch, out_columns 32, blocks 1, dependent_launch
+         wgmma, key_tile 64, sums add, polynomial 0, result scratch, out_columns 32, blocks 1, dependent_launch
          True
     col: family resident, math bf16, rows 1, sequences 1, head_group 1, overlap False, sum_tile 32, stages 4, attention
-         wgmma, key_tile 32, sums add, polynomial 0, result scratch, out_columns 32, blocks 1, dependent_launch
+         wgmma, key_tile 64, sums add, polynomial 0, result scratch, out_columns 32, blocks 1, dependent_launch
          True
 
 Measured on NVIDIA H200.
-    device time: 156.66 +- 0.45 us
-    device time, L2 flushed: 160.03 us
-    wall time of a call: 166.21 us
-    default configuration, device time: 155.14 us
-    PyTorch (torch.compile + SDPA), device time: 223.56 us
-    PyTorch (torch.compile + SDPA), wall time of a call: 692.76 us
+    device time: 147.67 +- 0.58 us
+    device time, L2 flushed: 150.29 us
+    wall time of a call: 158.61 us
+    default configuration, device time: 149.40 us
+    PyTorch (torch.compile + SDPA), device time: 224.31 us
+    PyTorch (torch.compile + SDPA), wall time of a call: 830.48 us
     error against float64: 4.9e-02 of the output's scale
 Command: python cli.py tune --storage none --dim 512 --heads 8 --height 128 --width 128 --batch 1 --dtype bfloat16 --fix
-family=resident --budget 18
-Written 2026-11-30T08:20:23Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+family=resident --fix math=bf16 --fix rows=1 --fix sequences=1 --fix head_group=1 --fix overlap=false --fix sum_tile=32
+--fix stages=4 --fix attention=wgmma --fix sums=add --fix polynomial=0 --fix result=scratch --fix dependent_launch=true
+--fix key_tile=64 --fix out_columns=32 --fix blocks=1 --budget 12
+Written 2026-11-30T11:28:18Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -56,12 +58,12 @@ ARCH = "sm_90"
 CONFIGS = {
     "row": {
         "family": "resident", "math": "bf16", "rows": 1, "sequences": 1, "head_group": 1, "overlap": False,
-        "sum_tile": 32, "stages": 4, "attention": "wgmma", "key_tile": 32, "sums": "add", "polynomial": 0,
+        "sum_tile": 32, "stages": 4, "attention": "wgmma", "key_tile": 64, "sums": "add", "polynomial": 0,
         "result": "scratch", "out_columns": 32, "blocks": 1, "dependent_launch": True,
     },
     "col": {
         "family": "resident", "math": "bf16", "rows": 1, "sequences": 1, "head_group": 1, "overlap": False,
-        "sum_tile": 32, "stages": 4, "attention": "wgmma", "key_tile": 32, "sums": "add", "polynomial": 0,
+        "sum_tile": 32, "stages": 4, "attention": "wgmma", "key_tile": 64, "sums": "add", "polynomial": 0,
         "result": "scratch", "out_columns": 32, "blocks": 1, "dependent_launch": True,
     },
 }
@@ -92,11 +94,11 @@ SCRATCH = {"attended": 8388608}
 PACKED = {"row_packed_qkv": 786432, "row_packed_out": 262144, "col_packed_qkv": 786432, "col_packed_out": 262144}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --storage none --dim 512 --heads 8 --height 128 --width 128 --batch 1 --dtype bfloat16 --fix family=resident --budget 18",
-    "date": "2026-11-30T08:20:23Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 156.65599703788757,
-    "spread_us": 0.44699572026729584, "cold_us": 160.0319966673851, "wall_us": 166.20897222136617,
-    "default_us": 155.13600409030914, "pytorch_us": 223.56000542640686, "pytorch_wall_us": 692.7637999979197,
+    "command": "python cli.py tune --storage none --dim 512 --heads 8 --height 128 --width 128 --batch 1 --dtype bfloat16 --fix family=resident --fix math=bf16 --fix rows=1 --fix sequences=1 --fix head_group=1 --fix overlap=false --fix sum_tile=32 --fix stages=4 --fix attention=wgmma --fix sums=add --fix polynomial=0 --fix result=scratch --fix dependent_launch=true --fix key_tile=64 --fix out_columns=32 --fix blocks=1 --budget 12",
+    "date": "2026-11-30T11:28:18Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 147.6679965853691,
+    "spread_us": 0.5779992789030075, "cold_us": 150.28800070285797, "wall_us": 158.61347058803938,
+    "default_us": 149.399995803833, "pytorch_us": 224.30800646543503, "pytorch_wall_us": 830.4780999992545,
     "pytorch_form": "torch.compile + SDPA", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
     "error": 0.04909498367947906, "partial": False, "note": "The default configuration is the fastest.",
 }
@@ -855,22 +857,6 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[32][4], unsigned long long
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_bf16(float (&d)[4][4], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
-      "}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-
 __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
   asm volatile(
       "{\n"
@@ -1479,7 +1465,7 @@ template <typename C, int TILES, bool BEGUN = false>
 struct OutputTiles {
   static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
   static_assert(TILES % TOGETHER == 0, "column tiles that go together");
-  static constexpr bool EARLY = PER_WORD == 2 && TILES <= 16;
+  static constexpr bool EARLY = PER_WORD == 2 && (TILES <= 16 || C::Out::THREADS * C::Out::MIN_BLOCKS <= 256);  // a thread may have 255 registers then
   Word words[EARLY ? TILES / TOGETHER : 1][2][RUNS][RUN / PER_WORD];
 
   __device__ __forceinline__ void read(Word (&to)[2][RUNS][RUN / PER_WORD], const Element* x, int tile, int row_tiles, int channel, int lane) {
@@ -1529,7 +1515,11 @@ struct OutputTiles {
           float sums[RUN];
           unpack(sums, held[half][run]);
 #pragma unroll
-          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + (BEGUN ? 0.0f : bias[c]);
+          for (int c = 0; c < RUN; ++c) {
+            float sum = acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2];
+            if constexpr (!BEGUN) sum += bias[c];
+            sums[c] += sum;
+          }
           store_channels<C::DIM>(y + C::offset(tile / C::TILES, token), channel + 4 * RUN * run, sums);
         }
       }
@@ -2054,10 +2044,12 @@ struct Resident {
 #pragma unroll 1
     for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
       const int column = turn * Out::COLUMNS;
-      if (!AHEAD || turn > 0) read_residual(column);
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) tiles[row].begin(acc[row], out_bias, column, lane);
+      if (!AHEAD || turn > 0) read_residual(column);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) keep_in_registers(acc[row]);  // behind the loads of both, so that these are waited for together
       multiply_all<Out>(acc, rest, ring);
       finish(acc, rest);
 #pragma unroll
@@ -2078,7 +2070,7 @@ struct StreamedRow {
 
   static constexpr int SEQUENCES = 1;  // of a block
   static constexpr int HEAD_GROUP = 1;  // heads whose QKV product is one column tile
-  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
+  static constexpr bool OVERLAP = false;  // the next heads' product goes on beside attention
   static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
   // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
   static constexpr int ATTENDED = 0, RING = 32768, RING_TILE = 4096, KEYS = 49152, VALUES = 53248, BARRIERS = 57344;
@@ -2105,8 +2097,8 @@ struct StreamedRow {
     template <int STEPS>
     using Query = Products::HeldQuery<STEPS>;
     static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 1;  // ROWS: row tiles of a warp
-    static constexpr int KEY_TILE = 32, STAGES = 1;  // one for all keys
-    static constexpr int KEY_WORDS = 1024, VALUE_WORDS = 1024;  // of a tile of keys in shared memory
+    static constexpr int KEY_TILE = 64, STAGES = 1;  // one for all keys
+    static constexpr int KEY_WORDS = 2048, VALUE_WORDS = 2048;  // of a tile of keys in shared memory
     static constexpr int VALUES = 4096, BUFFER = 8192;  // in words: start of a buffer's values, its size
     static constexpr int VALUE_COLUMNS = 512, VALUE_STRIDE = 512;
     // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
@@ -2150,7 +2142,7 @@ struct StreamedColumn {
 
   static constexpr int SEQUENCES = 1;  // of a block
   static constexpr int HEAD_GROUP = 1;  // heads whose QKV product is one column tile
-  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
+  static constexpr bool OVERLAP = false;  // the next heads' product goes on beside attention
   static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
   // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
   static constexpr int ATTENDED = 0, RING = 32768, RING_TILE = 4096, KEYS = 49152, VALUES = 53248, BARRIERS = 57344;
@@ -2177,8 +2169,8 @@ struct StreamedColumn {
     template <int STEPS>
     using Query = Products::HeldQuery<STEPS>;
     static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 1;  // ROWS: row tiles of a warp
-    static constexpr int KEY_TILE = 32, STAGES = 1;  // one for all keys
-    static constexpr int KEY_WORDS = 1024, VALUE_WORDS = 1024;  // of a tile of keys in shared memory
+    static constexpr int KEY_TILE = 64, STAGES = 1;  // one for all keys
+    static constexpr int KEY_WORDS = 2048, VALUE_WORDS = 2048;  // of a tile of keys in shared memory
     static constexpr int VALUES = 4096, BUFFER = 8192;  // in words: start of a buffer's values, its size
     static constexpr int VALUE_COLUMNS = 512, VALUE_STRIDE = 512;
     // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
@@ -2320,8 +2312,8 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   const int32_t device = given.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Tensor x = dense(given);
-  Tensor y = torch::stable::empty_like(x);
   const int64_t batch = x.size(0);
+  Tensor y = torch::stable::new_empty(x, {batch, 128, 128, 512});
   if (batch == 0) return y;
   if (batch > INT_MAX / 1024) refuse("batch " + std::to_string(batch) + " is too large: split the input");
   row_norm_weight = parameter(row_norm_weight, "row_norm_weight", 512, 0, device);
@@ -2733,18 +2725,20 @@ class ModelNew(nn.Module):
     def forward(self, x):
         if x.dim() != 4 or x.shape[3] != DIM:
             raise ValueError(f"the input must be (batch, height, width, {DIM}), not {tuple(x.shape)}")
-        kind = "cuda" if x.is_cuda else x.device.type
+        on_cuda, dtype = x.is_cuda, x.dtype
+        kind = "cuda" if on_cuda else x.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         weights = self._weights()
-        if weights is not None and x.dtype != weights[0].dtype and not autocast:
-            raise TypeError(f"the input is {x.dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
-        if x.is_cuda and x.dtype != DTYPE and not autocast:
-            _warn_type(x.dtype)
+        if weights is not None and dtype != weights[0].dtype and not autocast:
+            raise TypeError(f"the input is {dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
+        if on_cuda and dtype != DTYPE and not autocast:
+            _warn_type(dtype)
             return self._pytorch_form(x)
-        if weights is None or autocast or not x.is_cuda or _forward_mode() or (self.training and self.dropout.p > 0.0):
+        if weights is None or autocast or not on_cuda or _forward_mode() or (self.training and self._modules["dropout"].p > 0.0):
             return self._pytorch_form(x)
-        if x.shape[1] != HEIGHT or x.shape[2] != WIDTH:
-            _warn_size(x.shape[1], x.shape[2])
+        _, height, width, _ = x.shape
+        if height != HEIGHT or width != WIDTH:
+            _warn_size(height, width)
             return self._pytorch_form(x)
         if USE != "kernels":
             return _library_form(x, weights)
@@ -2758,20 +2752,24 @@ class ModelNew(nn.Module):
         return _launcher()(x, *weights)
 
     def _weights(self):
-        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations)."""
-        weights = []
-        for axis in AXES:
-            for part, kind, names in _LAYERS:
-                layer = self._modules[axis + part]
-                if type(layer) is not kind or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-                    return None
-                for name in names:
-                    tensor = layer._parameters.get(name)
-                    if tensor is None:  # a plain attribute in the replicas of DataParallel
-                        tensor = getattr(layer, name, None)
+        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations).
+
+        It runs at each call, and so takes what a layer has where nn.Module keeps it.
+        """
+        weights, layers = [], self._modules
+        for name, kind, parts in _LAYERS:
+            layer = layers[name]
+            own = layer.__dict__
+            if type(layer) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            parameters = own["_parameters"]
+            for part in parts:
+                tensor = parameters.get(part)
+                if tensor is None:  # a plain attribute in the replicas of DataParallel
+                    tensor = getattr(layer, part, None)
                     if tensor is None:
                         return None
-                    weights.append(tensor)
+                weights.append(tensor)
         return weights
 
     def _pytorch_form(self, x):
@@ -2781,7 +2779,11 @@ class ModelNew(nn.Module):
         return x
 
 
-_LAYERS = (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+_LAYERS = tuple(
+    (axis + name, kind, parts)
+    for axis in AXES
+    for name, kind, parts in (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+)
 
 
 def _forward_mode():

@@ -5,23 +5,26 @@ axis. Tuned for batch 64; any batch is computed. The fp16x3 arithmetic keeps ope
 values: one beyond 65504 becomes infinite, and what is below 1e-11 is lost.
 
 Configuration:
-    row: family resident, math fp16x3, rows 1, sequences 4, head_group 2, overlap False, sum_tile 64, stages 2,
-         attention mma, key_tile 16, sums add, polynomial 0, result scratch, out_columns 8, blocks 2,
+    row: family resident, math fp16x3, rows 1, sequences 4, head_group 1, overlap False, sum_tile 64, stages 2,
+         attention mma, key_tile 32, sums add, polynomial 0, result shared, out_columns 8, blocks 2,
          dependent_launch True
-    col: family resident, math fp16x3, rows 1, sequences 4, head_group 2, overlap False, sum_tile 64, stages 2,
-         attention mma, key_tile 16, sums add, polynomial 0, result scratch, out_columns 8, blocks 2,
+    col: family resident, math fp16x3, rows 1, sequences 4, head_group 1, overlap False, sum_tile 64, stages 2,
+         attention mma, key_tile 32, sums add, polynomial 0, result shared, out_columns 8, blocks 2,
          dependent_launch True
 
 Measured on NVIDIA H200.
-    device time: 64.94 +- 0.10 us
-    device time, L2 flushed: 69.34 us
-    wall time of a call: 68.38 us
-    default configuration, device time: 65.40 us
-    PyTorch (torch.compile), device time: 464.98 us
-    PyTorch (torch.compile), wall time of a call: 956.36 us
-    error against float64: 9.2e-07 of the output's scale
-Command: python cli.py tune --storage none --dim 64 --heads 4 --batch 64 --fix family=resident --budget 15
-Written 2026-11-30T08:21:09Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+    device time: 60.22 +- 0.07 us
+    device time, L2 flushed: 65.62 us
+    wall time of a call: 62.82 us
+    default configuration, device time: 61.00 us
+    PyTorch (torch.compile), device time: 468.26 us
+    PyTorch (torch.compile), wall time of a call: 1412.50 us
+    error against float64: 9.1e-07 of the output's scale
+Command: python cli.py tune --storage none --dim 64 --heads 4 --batch 64 --fix family=resident --fix math=fp16x3 --fix
+rows=1 --fix sequences=4 --fix head_group=1 --fix overlap=false --fix sum_tile=64 --fix stages=2 --fix attention=mma
+--fix key_tile=32 --fix sums=add --fix polynomial=0 --fix result=shared --fix out_columns=8 --fix blocks=2 --fix
+dependent_launch=true --budget 12
+Written 2026-11-30T11:28:16Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -55,14 +58,14 @@ SPEC = {
 ARCH = "sm_90"
 CONFIGS = {
     "row": {
-        "family": "resident", "math": "fp16x3", "rows": 1, "sequences": 4, "head_group": 2, "overlap": False,
-        "sum_tile": 64, "stages": 2, "attention": "mma", "key_tile": 16, "sums": "add", "polynomial": 0,
-        "result": "scratch", "out_columns": 8, "blocks": 2, "dependent_launch": True,
+        "family": "resident", "math": "fp16x3", "rows": 1, "sequences": 4, "head_group": 1, "overlap": False,
+        "sum_tile": 64, "stages": 2, "attention": "mma", "key_tile": 32, "sums": "add", "polynomial": 0,
+        "result": "shared", "out_columns": 8, "blocks": 2, "dependent_launch": True,
     },
     "col": {
-        "family": "resident", "math": "fp16x3", "rows": 1, "sequences": 4, "head_group": 2, "overlap": False,
-        "sum_tile": 64, "stages": 2, "attention": "mma", "key_tile": 16, "sums": "add", "polynomial": 0,
-        "result": "scratch", "out_columns": 8, "blocks": 2, "dependent_launch": True,
+        "family": "resident", "math": "fp16x3", "rows": 1, "sequences": 4, "head_group": 1, "overlap": False,
+        "sum_tile": 64, "stages": 2, "attention": "mma", "key_tile": 32, "sums": "add", "polynomial": 0,
+        "result": "shared", "out_columns": 8, "blocks": 2, "dependent_launch": True,
     },
 }
 KERNELS = [
@@ -78,27 +81,27 @@ KERNELS = [
     {
         "name": "axial_row_block", "axis": "row", "threads": 256, "shared_bytes": 114704, "items_per_block": 8,
         "dependent_launch": True,
-        "arguments": ("x", "norm_weight", "norm_bias", "row_packed_qkv", "attended", "y", "row_packed_out", "out_bias"),
+        "arguments": ("x", "norm_weight", "norm_bias", "row_packed_qkv", "y", "row_packed_out", "out_bias"),
         "items": "row_tiles", "blocks_per_group": 1,
     },
     {
         "name": "axial_col_block", "axis": "col", "threads": 256, "shared_bytes": 114704, "items_per_block": 8,
         "dependent_launch": True,
-        "arguments": ("x", "norm_weight", "norm_bias", "col_packed_qkv", "attended", "y", "col_packed_out", "out_bias"),
+        "arguments": ("x", "norm_weight", "norm_bias", "col_packed_qkv", "y", "col_packed_out", "out_bias"),
         "items": "row_tiles", "blocks_per_group": 1,
     },
 ]
-SCRATCH = {"attended": 65536}
+SCRATCH = {}
 PACKED = {"row_packed_qkv": 12288, "row_packed_out": 4096, "col_packed_qkv": 12288, "col_packed_out": 4096}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --storage none --dim 64 --heads 4 --batch 64 --fix family=resident --budget 15",
-    "date": "2026-11-30T08:21:09Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 64.94399905204773,
-    "spread_us": 0.10200217366218567, "cold_us": 69.34399902820587, "wall_us": 68.37738636407535,
-    "default_us": 65.39600342512131, "pytorch_us": 464.9839997291565, "pytorch_wall_us": 956.3565999997081,
+    "command": "python cli.py tune --storage none --dim 64 --heads 4 --batch 64 --fix family=resident --fix math=fp16x3 --fix rows=1 --fix sequences=4 --fix head_group=1 --fix overlap=false --fix sum_tile=64 --fix stages=2 --fix attention=mma --fix key_tile=32 --fix sums=add --fix polynomial=0 --fix result=shared --fix out_columns=8 --fix blocks=2 --fix dependent_launch=true --budget 12",
+    "date": "2026-11-30T11:28:16Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 60.21599844098091,
+    "spread_us": 0.07150042802095413, "cold_us": 65.61600044369698, "wall_us": 62.819651162726586,
+    "default_us": 61.00200116634369, "pytorch_us": 468.26401352882385, "pytorch_wall_us": 1412.498333327979,
     "pytorch_form": "torch.compile", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
-    "error": 9.216254645566642e-07, "partial": False, "note": "The default configuration is the fastest.",
+    "error": 9.14206054351066e-07, "partial": False, "note": "The default configuration is the fastest.",
 }
 
 CUDA_SOURCE = r'''
@@ -688,6 +691,25 @@ __device__ __forceinline__ int swizzled(int row, int index) { return row * ROW +
 
 __device__ __forceinline__ unsigned shared_address(const void* address) { return static_cast<unsigned>(__cvta_generic_to_shared(address)); }
 
+__device__ __forceinline__ void wgmma_fp16(float (&d)[6][4], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %26, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23"
+      "}, %24, %25, p, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
 __device__ __forceinline__ void wgmma_fp16(float (&d)[8][4], unsigned long long a, unsigned long long b, bool accumulate) {
   asm volatile(
       "{\n"
@@ -706,32 +728,6 @@ __device__ __forceinline__ void wgmma_fp16(float (&d)[8][4], unsigned long long 
         "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
         "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
         "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-
-__device__ __forceinline__ void wgmma_fp16(float (&d)[12][4], unsigned long long a, unsigned long long b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %50, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-      "}, %48, %49, p, 1, 1, 0, 0;\n"
-      "}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
@@ -1487,7 +1483,7 @@ template <typename C, int TILES, bool BEGUN = false>
 struct OutputTiles {
   static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
   static_assert(TILES % TOGETHER == 0, "column tiles that go together");
-  static constexpr bool EARLY = PER_WORD == 2 && TILES <= 16;
+  static constexpr bool EARLY = PER_WORD == 2 && (TILES <= 16 || C::Out::THREADS * C::Out::MIN_BLOCKS <= 256);  // a thread may have 255 registers then
   Word words[EARLY ? TILES / TOGETHER : 1][2][RUNS][RUN / PER_WORD];
 
   __device__ __forceinline__ void read(Word (&to)[2][RUNS][RUN / PER_WORD], const Element* x, int tile, int row_tiles, int channel, int lane) {
@@ -1537,7 +1533,11 @@ struct OutputTiles {
           float sums[RUN];
           unpack(sums, held[half][run]);
 #pragma unroll
-          for (int c = 0; c < RUN; ++c) sums[c] += acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2] + (BEGUN ? 0.0f : bias[c]);
+          for (int c = 0; c < RUN; ++c) {
+            float sum = acc[first + run * (RUN / 2) + c / 2][2 * half + c % 2];
+            if constexpr (!BEGUN) sum += bias[c];
+            sums[c] += sum;
+          }
           store_channels<C::DIM>(y + C::offset(tile / C::TILES, token), channel + 4 * RUN * run, sums);
         }
       }
@@ -1823,10 +1823,12 @@ struct Resident {
 #pragma unroll 1
     for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
       const int column = turn * Out::COLUMNS;
-      if (!AHEAD || turn > 0) read_residual(column);
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) tiles[row].begin(acc[row], out_bias, column, lane);
+      if (!AHEAD || turn > 0) read_residual(column);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) keep_in_registers(acc[row]);  // behind the loads of both, so that these are waited for together
       multiply_all<Out>(acc, rest, ring);
       finish(acc, rest);
 #pragma unroll
@@ -1846,21 +1848,21 @@ struct StreamedRow {
   using Math = HalfCore<Fp16, 2>;
 
   static constexpr int SEQUENCES = 4;  // of a block
-  static constexpr int HEAD_GROUP = 2;  // heads whose QKV product is one column tile
-  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
-  static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
+  static constexpr int HEAD_GROUP = 1;  // heads whose QKV product is one column tile
+  static constexpr bool OVERLAP = false;  // the next heads' product goes on beside attention
+  static constexpr bool SCRATCH = false;  // whether the attention's result waits in scratch for the tokens' place
   // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
-  static constexpr int ATTENDED = 0, RING = 8192, RING_TILE = 6144, KEYS = 20480, VALUES = 24576, BARRIERS = 28672;
+  static constexpr int ATTENDED = 8192, RING = 16384, RING_TILE = 4096, KEYS = 24576, VALUES = 26624, BARRIERS = 28672;
 
   struct Qkv {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 96, SUM_TILE = 64, STAGES = 2;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 12, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int ROW_TILES = 8, COLUMNS = 48, SUM_TILE = 64, STAGES = 2;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 6, THREADS = 256, MIN_BLOCKS = 2;
     static constexpr int SUM = 64, ALL_COLUMNS = 192, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 4, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 1536;  // of eight weights, to pack
     static constexpr int NORM_LANES = 4, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
-    static constexpr int B_TILE = 6144;  // words of what a step needs
+    static constexpr int B_TILE = 3072;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
       const int head = column / (3 * PADDED_HEAD_DIM), which = column / PADDED_HEAD_DIM % 3, within = column % PADDED_HEAD_DIM;  // which: q, k or v
@@ -1874,8 +1876,8 @@ struct StreamedRow {
     template <int STEPS>
     using Query = Products::HeldQuery<STEPS>;
     static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 2;  // ROWS: row tiles of a warp
-    static constexpr int KEY_TILE = 16, STAGES = 1;  // one for all keys
-    static constexpr int KEY_WORDS = 256, VALUE_WORDS = 256;  // of a tile of keys in shared memory
+    static constexpr int KEY_TILE = 32, STAGES = 1;  // one for all keys
+    static constexpr int KEY_WORDS = 512, VALUE_WORDS = 512;  // of a tile of keys in shared memory
     static constexpr int VALUES = 512, BUFFER = 1024;  // in words: start of a buffer's values, its size
     static constexpr int VALUE_COLUMNS = 256, VALUE_STRIDE = 256;
     // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
@@ -1918,21 +1920,21 @@ struct StreamedColumn {
   using Math = HalfCore<Fp16, 2>;
 
   static constexpr int SEQUENCES = 4;  // of a block
-  static constexpr int HEAD_GROUP = 2;  // heads whose QKV product is one column tile
-  static constexpr bool OVERLAP = false;  // the next head's product goes on beside attention
-  static constexpr bool SCRATCH = true;  // whether the attention's result waits in scratch for the tokens' place
+  static constexpr int HEAD_GROUP = 1;  // heads whose QKV product is one column tile
+  static constexpr bool OVERLAP = false;  // the next heads' product goes on beside attention
+  static constexpr bool SCRATCH = false;  // whether the attention's result waits in scratch for the tokens' place
   // Shared memory, in words: operand A, that of the output product, the ring of weights, keys, values, the ring's barriers
-  static constexpr int ATTENDED = 0, RING = 8192, RING_TILE = 6144, KEYS = 20480, VALUES = 24576, BARRIERS = 28672;
+  static constexpr int ATTENDED = 8192, RING = 16384, RING_TILE = 4096, KEYS = 24576, VALUES = 26624, BARRIERS = 28672;
 
   struct Qkv {
     using Math = HalfCore<Fp16, 2>;
-    static constexpr int ROW_TILES = 8, COLUMNS = 96, SUM_TILE = 64, STAGES = 2;  // of a block
-    static constexpr int WARP_COLUMN_TILES = 12, THREADS = 256, MIN_BLOCKS = 2;
+    static constexpr int ROW_TILES = 8, COLUMNS = 48, SUM_TILE = 64, STAGES = 2;  // of a block
+    static constexpr int WARP_COLUMN_TILES = 6, THREADS = 256, MIN_BLOCKS = 2;
     static constexpr int SUM = 64, ALL_COLUMNS = 192, PARTS = 1;  // padded sum; columns, and blocks that share them
     static constexpr int COPY = 4, RUN = 2;  // neighbouring weights that are read at once; neighbouring columns of the result that a lane has
     static constexpr int CHUNKS = 1536;  // of eight weights, to pack
     static constexpr int NORM_LANES = 4, NORM_HELD = 2;  // lanes that have a token to normalise; tokens that they have at once
-    static constexpr int B_TILE = 6144;  // words of what a step needs
+    static constexpr int B_TILE = 3072;  // words of what a step needs
 
     static __device__ __forceinline__ const Element* weight(const Element* __restrict__ weight, int column, int k) {
       const int head = column / (3 * PADDED_HEAD_DIM), which = column / PADDED_HEAD_DIM % 3, within = column % PADDED_HEAD_DIM;  // which: q, k or v
@@ -1946,8 +1948,8 @@ struct StreamedColumn {
     template <int STEPS>
     using Query = Products::HeldQuery<STEPS>;
     static constexpr int WARPS = 8, ROWS = 1, MIN_BLOCKS = 2;  // ROWS: row tiles of a warp
-    static constexpr int KEY_TILE = 16, STAGES = 1;  // one for all keys
-    static constexpr int KEY_WORDS = 256, VALUE_WORDS = 256;  // of a tile of keys in shared memory
+    static constexpr int KEY_TILE = 32, STAGES = 1;  // one for all keys
+    static constexpr int KEY_WORDS = 512, VALUE_WORDS = 512;  // of a tile of keys in shared memory
     static constexpr int VALUES = 512, BUFFER = 1024;  // in words: start of a buffer's values, its size
     static constexpr int VALUE_COLUMNS = 256, VALUE_STRIDE = 256;
     // Of weights: how many binary orders a reference's is below 1, the largest sum in a tile, the least in the first
@@ -1998,18 +2000,18 @@ axial_pack(const Element* __restrict__ row_qkv_weight, const Element* __restrict
 }
 
 extern "C" __global__ void __launch_bounds__(StreamedRow::Qkv::THREADS, StreamedRow::Qkv::MIN_BLOCKS)
-axial_row_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* attended, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
+axial_row_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
   extern __shared__ __align__(1024) float shared[];
   allow_next_kernel();
-  Resident<StreamedRow>::run(x, norm_weight, norm_bias, words(packed_qkv), words(attended), y, words(packed_out), out_bias, row_tiles, shared);
+  Resident<StreamedRow>::run(x, norm_weight, norm_bias, words(packed_qkv), nullptr, y, words(packed_out), out_bias, row_tiles, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(StreamedColumn::Qkv::THREADS, StreamedColumn::Qkv::MIN_BLOCKS)
-axial_col_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* attended, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
+axial_col_block(const Element* x, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias, const Element* packed_qkv, Element* y, const Element* packed_out, const Element* __restrict__ out_bias, int row_tiles) {
   extern __shared__ __align__(1024) float shared[];
   allow_next_kernel();
   wait_for_previous_kernel();  // which writes x
-  Resident<StreamedColumn>::run(x, norm_weight, norm_bias, words(packed_qkv), words(attended), y, words(packed_out), out_bias, row_tiles, shared);
+  Resident<StreamedColumn>::run(x, norm_weight, norm_bias, words(packed_qkv), nullptr, y, words(packed_out), out_bias, row_tiles, shared);
 }
 
 '''
@@ -2089,8 +2091,8 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   const int32_t device = given.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Tensor x = dense(given);
-  Tensor y = torch::stable::empty_like(x);
   const int64_t batch = x.size(0);
+  Tensor y = torch::stable::new_empty(x, {batch, 32, 32, 64});
   if (batch == 0) return y;
   if (batch > INT_MAX / 64) refuse("batch " + std::to_string(batch) + " is too large: split the input");
   row_norm_weight = parameter(row_norm_weight, "row_norm_weight", 64, 0, device);
@@ -2107,8 +2109,6 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   if (aoti_torch_get_current_cuda_stream(device, &current) != 0) refuse("PyTorch gave no current CUDA stream");
   const cudaStream_t stream = static_cast<cudaStream_t>(current);
   Element* out = static_cast<Element*>(y.mutable_data_ptr());
-  const Tensor attended_buffer = torch::stable::new_empty(x, {batch * int64_t{65536} });
-  Element* const attended = static_cast<Element*>(attended_buffer.mutable_data_ptr());
   const Tensor row_packed_qkv_buffer = torch::stable::new_empty(x, {int64_t{12288} });
   Element* const row_packed_qkv = static_cast<Element*>(row_packed_qkv_buffer.mutable_data_ptr());
   const Tensor row_packed_out_buffer = torch::stable::new_empty(x, {int64_t{4096} });
@@ -2138,7 +2138,7 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
     overlap.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &overlap;
     config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, axial_row_block, data(x), data(row_norm_weight), data(row_norm_bias), row_packed_qkv, attended, out, row_packed_out, data(row_out_bias), row_tiles), "axial_row_block could not be launched");
+    check(cudaLaunchKernelEx(&config, axial_row_block, data(x), data(row_norm_weight), data(row_norm_bias), row_packed_qkv, out, row_packed_out, data(row_out_bias), row_tiles), "axial_row_block could not be launched");
   }
   {
     // Columns: 8 row_tiles a block
@@ -2152,7 +2152,7 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
     overlap.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &overlap;
     config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, axial_col_block, out, data(col_norm_weight), data(col_norm_bias), col_packed_qkv, attended, out, col_packed_out, data(col_out_bias), row_tiles), "axial_col_block could not be launched");
+    check(cudaLaunchKernelEx(&config, axial_col_block, out, data(col_norm_weight), data(col_norm_bias), col_packed_qkv, out, col_packed_out, data(col_out_bias), row_tiles), "axial_col_block could not be launched");
   }
   return y;
 }
@@ -2501,18 +2501,20 @@ class ModelNew(nn.Module):
     def forward(self, x):
         if x.dim() != 4 or x.shape[3] != DIM:
             raise ValueError(f"the input must be (batch, height, width, {DIM}), not {tuple(x.shape)}")
-        kind = "cuda" if x.is_cuda else x.device.type
+        on_cuda, dtype = x.is_cuda, x.dtype
+        kind = "cuda" if on_cuda else x.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         weights = self._weights()
-        if weights is not None and x.dtype != weights[0].dtype and not autocast:
-            raise TypeError(f"the input is {x.dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
-        if x.is_cuda and x.dtype != DTYPE and not autocast:
-            _warn_type(x.dtype)
+        if weights is not None and dtype != weights[0].dtype and not autocast:
+            raise TypeError(f"the input is {dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
+        if on_cuda and dtype != DTYPE and not autocast:
+            _warn_type(dtype)
             return self._pytorch_form(x)
-        if weights is None or autocast or not x.is_cuda or _forward_mode() or (self.training and self.dropout.p > 0.0):
+        if weights is None or autocast or not on_cuda or _forward_mode() or (self.training and self._modules["dropout"].p > 0.0):
             return self._pytorch_form(x)
-        if x.shape[1] != HEIGHT or x.shape[2] != WIDTH:
-            _warn_size(x.shape[1], x.shape[2])
+        _, height, width, _ = x.shape
+        if height != HEIGHT or width != WIDTH:
+            _warn_size(height, width)
             return self._pytorch_form(x)
         if USE != "kernels":
             return _library_form(x, weights)
@@ -2526,20 +2528,24 @@ class ModelNew(nn.Module):
         return _launcher()(x, *weights)
 
     def _weights(self):
-        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations)."""
-        weights = []
-        for axis in AXES:
-            for part, kind, names in _LAYERS:
-                layer = self._modules[axis + part]
-                if type(layer) is not kind or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-                    return None
-                for name in names:
-                    tensor = layer._parameters.get(name)
-                    if tensor is None:  # a plain attribute in the replicas of DataParallel
-                        tensor = getattr(layer, name, None)
+        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations).
+
+        It runs at each call, and so takes what a layer has where nn.Module keeps it.
+        """
+        weights, layers = [], self._modules
+        for name, kind, parts in _LAYERS:
+            layer = layers[name]
+            own = layer.__dict__
+            if type(layer) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            parameters = own["_parameters"]
+            for part in parts:
+                tensor = parameters.get(part)
+                if tensor is None:  # a plain attribute in the replicas of DataParallel
+                    tensor = getattr(layer, part, None)
                     if tensor is None:
                         return None
-                    weights.append(tensor)
+                weights.append(tensor)
         return weights
 
     def _pytorch_form(self, x):
@@ -2549,7 +2555,11 @@ class ModelNew(nn.Module):
         return x
 
 
-_LAYERS = (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+_LAYERS = tuple(
+    (axis + name, kind, parts)
+    for axis in AXES
+    for name, kind, parts in (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+)
 
 
 def _forward_mode():

@@ -5,22 +5,25 @@ axis. Tuned for batch 4; any batch is computed.
 
 Configuration:
     row: family sequence, math bf16, heads registers, head_warps 1, sequences 1, warps 8, qkv_rows 2, qkv_columns 6,
-         out_rows 2, out_columns 2, key_tile 32, fragment 4, weights hold, prefetch both, padding True,
-         residual reload, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
+         out_rows 2, out_columns 2, key_tile 32, fragment 4, weights shared, prefetch qkv, padding True,
+         residual shared, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
     col: family sequence, math bf16, heads registers, head_warps 1, sequences 1, warps 8, qkv_rows 2, qkv_columns 6,
-         out_rows 2, out_columns 2, key_tile 32, fragment 4, weights hold, prefetch both, padding True,
-         residual reload, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
+         out_rows 2, out_columns 2, key_tile 32, fragment 4, weights shared, prefetch qkv, padding True,
+         residual shared, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
 
 Measured on NVIDIA H200.
-    device time: 7.77 +- 0.01 us
-    device time, L2 flushed: 12.67 us
-    wall time of a call: 30.03 us
-    default configuration, device time: 7.58 us
-    PyTorch (torch.compile + SDPA), device time: 48.46 us
-    PyTorch (torch.compile + SDPA), wall time of a call: 1418.10 us
+    device time: 6.99 +- 0.00 us
+    device time, L2 flushed: 11.84 us
+    wall time of a call: 61.15 us
+    default configuration, device time: 6.76 us
+    PyTorch (torch.compile + SDPA), device time: 48.38 us
+    PyTorch (torch.compile + SDPA), wall time of a call: 1818.35 us
     error against float64: 3.4e-02 of the output's scale
-Command: python cli.py tune --storage none --dim 64 --heads 4 --dtype bfloat16 --fix family=sequence --budget 15
-Written 2026-11-30T08:21:46Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+Command: python cli.py tune --storage none --dim 64 --heads 4 --dtype bfloat16 --fix family=sequence --fix
+heads=registers --fix head_warps=1 --fix sequences=1 --fix qkv_rows=2 --fix qkv_columns=6 --fix out_rows=2 --fix
+out_columns=2 --fix key_tile=32 --fix fragment=4 --fix padding=true --fix norm_lanes=8 --fix dependent_launch=true --fix
+min_blocks=1 --fix rounds=1 --fix weights=shared --fix residual=shared --fix prefetch=qkv --budget 12
+Written 2026-11-30T11:27:26Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -56,25 +59,25 @@ CONFIGS = {
     "row": {
         "family": "sequence", "math": "bf16", "heads": "registers", "head_warps": 1, "sequences": 1, "warps": 8,
         "qkv_rows": 2, "qkv_columns": 6, "out_rows": 2, "out_columns": 2, "key_tile": 32, "fragment": 4,
-        "weights": "hold", "prefetch": "both", "padding": True, "residual": "reload", "norm_lanes": 8,
+        "weights": "shared", "prefetch": "qkv", "padding": True, "residual": "shared", "norm_lanes": 8,
         "dependent_launch": True, "min_blocks": 1, "rounds": 1,
     },
     "col": {
         "family": "sequence", "math": "bf16", "heads": "registers", "head_warps": 1, "sequences": 1, "warps": 8,
         "qkv_rows": 2, "qkv_columns": 6, "out_rows": 2, "out_columns": 2, "key_tile": 32, "fragment": 4,
-        "weights": "hold", "prefetch": "both", "padding": True, "residual": "reload", "norm_lanes": 8,
+        "weights": "shared", "prefetch": "qkv", "padding": True, "residual": "shared", "norm_lanes": 8,
         "dependent_launch": True, "min_blocks": 1, "rounds": 1,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row", "axis": "row", "threads": 128, "shared_bytes": 8704, "items_per_block": 1,
+        "name": "axial_row", "axis": "row", "threads": 128, "shared_bytes": 53248, "items_per_block": 1,
         "dependent_launch": False,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
     },
     {
-        "name": "axial_col", "axis": "col", "threads": 128, "shared_bytes": 8704, "items_per_block": 1,
+        "name": "axial_col", "axis": "col", "threads": 128, "shared_bytes": 53248, "items_per_block": 1,
         "dependent_launch": True,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
@@ -83,11 +86,11 @@ KERNELS = [
 SCRATCH = {}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --storage none --dim 64 --heads 4 --dtype bfloat16 --fix family=sequence --budget 15",
-    "date": "2026-11-30T08:21:46Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 7.765999995172024,
-    "spread_us": 0.007999828085303307, "cold_us": 12.671999633312225, "wall_us": 30.034441489318212,
-    "default_us": 7.582222421964009, "pytorch_us": 48.46400022506714, "pytorch_wall_us": 1418.096499989474,
+    "command": "python cli.py tune --storage none --dim 64 --heads 4 --dtype bfloat16 --fix family=sequence --fix heads=registers --fix head_warps=1 --fix sequences=1 --fix qkv_rows=2 --fix qkv_columns=6 --fix out_rows=2 --fix out_columns=2 --fix key_tile=32 --fix fragment=4 --fix padding=true --fix norm_lanes=8 --fix dependent_launch=true --fix min_blocks=1 --fix rounds=1 --fix weights=shared --fix residual=shared --fix prefetch=qkv --budget 12",
+    "date": "2026-11-30T11:27:26Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 6.988000124692917,
+    "spread_us": 0.004499917849898338, "cold_us": 11.839999817311764, "wall_us": 61.15306250009667,
+    "default_us": 6.759200245141983, "pytorch_us": 48.37999865412712, "pytorch_wall_us": 1818.3543333284056,
     "pytorch_form": "torch.compile + SDPA", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
     "error": 0.0337925952191687, "partial": False, "note": "The default configuration is the fastest.",
 }
@@ -709,6 +712,30 @@ struct HalfCore {
   }
 };
 
+// Asynchronous copies from global to shared memory (PTX ISA, cp.async), of BYTES (4, 8 or 16) each; what is not `real` becomes zeros and
+// is not read. A thread's copies up to a commit_copies() are a group; wait_for_copies<N>() returns when all but its N latest groups are
+// there, for this thread: others see them behind a barrier.
+#ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(float* shared_to, const float* from, bool real) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared_to));
+  const int size = real ? BYTES : 0;
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+#endif
+
 // Operand B of COLUMNS column tiles over a whole sum of K, in the registers of the lanes that multiply it. Math::Raw<F> is what
 // a lane reads for one tile and one step of the sum, Math::Operand<F> what it multiplies: reading and packing are apart, so
 // that other work can stand between a load and its first use.
@@ -734,6 +761,9 @@ struct HeldWeights {
       for (int step = 0; step < STEPS; ++step) values[j][step] = Math::pack(raw[j][step]);
   }
 };
+
+// Where token g of eight is kept: in the order of their bits read backwards, so that tokens that are written or read together lie in different banks.
+__device__ __forceinline__ int kept_place(int g) { return (g & 1) << 2 | (g & 2) | g >> 2; }
 
 // Stage 1: load the block's tokens and normalise them (LayerNorm with the biased variance). NORM_LANES lanes share tokens
 // g and g+8 of a row tile and keep them in registers between the mean and the variance. Tokens past the sequence's end,
@@ -824,7 +854,7 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
       for (int step = 0; step < STEPS; ++step) {
         const int channel = (step * LANES + lane) * VEC;
         if constexpr (C::KEEP_X)
-          if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
+          if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + (16 * row_tile + 8 * half + kept_place(g)) * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
         float gain[VEC], shift[VEC];
         unpack(gain, weights.gain[step]), unpack(shift, weights.shift[step]);
 #pragma unroll
@@ -1046,6 +1076,47 @@ struct Attention {
   }
 };
 
+// The weights of both products on their way through shared memory. Copied by 16 bytes a lane, in the order of their rows, they are asked for by whole
+// lines: a lane that reads its operands from global memory asks for 8 to 16 bytes of each of 8 rows, and it is requests, not bytes, that
+// blocks wait for which all read the same weights at the same time.
+template <typename C>
+struct SharedWeights {
+  static constexpr int PIECE = 16 / static_cast<int>(sizeof(Element));
+
+  static __device__ __forceinline__ Element* qkv(float* shared) { return reinterpret_cast<Element*>(shared + C::QKV_WEIGHT); }
+  static __device__ __forceinline__ Element* out(float* shared) { return reinterpret_cast<Element*>(shared + C::OUT_WEIGHT); }
+
+  // Starts the copies. Padded heads and channels become zeros.
+  static __device__ __forceinline__ void copy(float* shared, const Element* qkv_weight, const Element* out_weight) {
+    each_piece<3 * C::INNER, C::PADDED_DIM>([&](int column, int k) {
+      const int within = column % C::PADDED_HEAD_DIM;  // of a head of q, k or v
+      const bool real = (C::HEAD_DIM == C::PADDED_HEAD_DIM || within < C::HEAD_DIM) && (C::DIM == C::PADDED_DIM || k < C::DIM);
+      copy_piece(qkv(shared) + column * C::QKV_WEIGHT_STRIDE + k, qkv_weight, (column / C::PADDED_HEAD_DIM * C::HEAD_DIM + within) * C::DIM + k, real);
+    });
+    each_piece<ceil_div(C::DIM, 8) * 8, C::INNER>([&](int column, int k) {
+      const int within = k % C::PADDED_HEAD_DIM;
+      const bool real = (C::HEAD_DIM == C::PADDED_HEAD_DIM || within < C::HEAD_DIM) && (C::DIM % 8 == 0 || column < C::DIM);
+      copy_piece(out(shared) + column * C::OUT_WEIGHT_STRIDE + k, out_weight, (column * C::HEADS + k / C::PADDED_HEAD_DIM) * C::HEAD_DIM + within, real);
+    });
+    commit_copies();
+  }
+
+  static __device__ __forceinline__ void copy_piece(Element* to, const Element* weight, int at, bool real) {
+    copy_async<16>(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(weight + (real ? at : 0)), real);
+  }
+
+  // Calls f(row, first index) for the pieces of this thread, of ROWS by COLUMNS elements.
+  template <int ROWS, int COLUMNS, typename F>
+  static __device__ __forceinline__ void each_piece(F f) {
+    constexpr int PIECES = COLUMNS / PIECE, ALL = ROWS * PIECES, TURNS = ceil_div(ALL, C::THREADS);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int at = turn * C::THREADS + static_cast<int>(threadIdx.x);
+      if (ALL % C::THREADS == 0 || at < ALL) f(at / PIECES, at % PIECES * PIECE);
+    }
+  }
+};
+
 // Stages 2 and 3 without shared memory between them: a warp computes q, k and v of one head for all tokens of one sequence, keeps them as
 // operands in registers, and then its attention. Accumulators of q are where operand A of the scores has to be, those of k where their
 // operand B has to be, and those of v, transposed within the warp, where operand B of the weighted sum has to be.
@@ -1075,6 +1146,10 @@ struct HeadRegisters {
     template <typename T, int N>
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
       const int column = (matrix(portion, j / 2) * C::HEADS + head()) * C::PADDED_HEAD_DIM + 16 * (portion / TURNS) + 8 * (j % 2) + within_tile;
+      if constexpr (C::WEIGHTS_SHARED) {
+        load(to, weight + column * C::QKV_WEIGHT_STRIDE + k);
+        return;
+      }
       QkvProduct<C>::load_weights(weight, column, k, to);
     }
   };
@@ -1181,6 +1256,10 @@ struct OutProduct {
     template <typename T, int N>
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
       const int column = (group * C::OUT_COLUMNS + j) * 8 + within_tile;
+      if constexpr (C::WEIGHTS_SHARED) {
+        load(to, weight + column * C::OUT_WEIGHT_STRIDE + k);
+        return;
+      }
       const bool real = C::DIM % 8 == 0 || column < C::DIM;
       const int within = C::HEAD_DIM < C::PADDED_HEAD_DIM ? k % C::PADDED_HEAD_DIM : 0;
       const Element* from = weight + column * C::DIM + k - k / C::PADDED_HEAD_DIM * (C::PADDED_HEAD_DIM - C::HEAD_DIM);
@@ -1204,7 +1283,7 @@ struct OutProduct {
       Word residual[C::OUT_ROWS][C::OUT_COLUMNS][2][2 / PER_WORD];
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int row, int column, long long at) {
         if constexpr (C::KEEP_X) {
-          load_pair(residual[i][j][half], reinterpret_cast<const Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + column, column);
+          load(residual[i][j][half], reinterpret_cast<const Element*>(shared + C::KEPT) + (row - lane / 4 + kept_place(lane / 4)) * C::KEPT_STRIDE + column);  // zeros past DIM
         } else {
           load_pair(residual[i][j][half], x + at, column);
         }
@@ -1313,12 +1392,16 @@ struct Row {
   static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
   static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
   static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = false;
+  static constexpr bool KEEP_X = true;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
   static constexpr int NORMED = 0, NORMED_PAGE = 144, NORMED_PAGES = 4;  // of a row tile
   static constexpr int QUERY = 1152, QUERY_PAGES = 4;  // the attention's result
+  static constexpr int KEPT = 2176, KEPT_STRIDE = 72;  // in elements
+  static constexpr bool WEIGHTS_SHARED = true;
+  static constexpr int QKV_WEIGHT = 3328, QKV_WEIGHT_STRIDE = 80;  // in elements
+  static constexpr int OUT_WEIGHT = 11008, OUT_WEIGHT_STRIDE = 72;  // in elements
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1340,12 +1423,16 @@ struct Column {
   static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
   static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
   static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = false;
+  static constexpr bool KEEP_X = true;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
   static constexpr int NORMED = 0, NORMED_PAGE = 144, NORMED_PAGES = 4;  // of a row tile
   static constexpr int QUERY = 1152, QUERY_PAGES = 4;  // the attention's result
+  static constexpr int KEPT = 2176, KEPT_STRIDE = 72;  // in elements
+  static constexpr bool WEIGHTS_SHARED = true;
+  static constexpr int QKV_WEIGHT = 3328, QKV_WEIGHT_STRIDE = 80;  // in elements
+  static constexpr int OUT_WEIGHT = 11008, OUT_WEIGHT_STRIDE = 72;  // in elements
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1359,47 +1446,52 @@ extern "C" __global__ void __launch_bounds__(Row::THREADS, Row::MIN_BLOCKS)
 axial_row(const Element* x, Element* y, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
           const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, const Element* __restrict__ out_bias, int sequences) {
   extern __shared__ __align__(16) float shared[];
+const Element *const qkv_shared = SharedWeights<Row>::qkv(shared), *const out_shared = SharedWeights<Row>::out(shared);
   const int first = blockIdx.x * Row::SEQUENCES;
   TokenPair<Row> tokens;
   allow_next_kernel();
   tokens.load_turn(x, 0, first, sequences);
   const NormWeights<Row> norm(norm_weight, norm_bias);
+  SharedWeights<Row>::copy(shared, qkv_weight, out_weight);
   HeadRegisters<Row>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, HeadRegisters<Row>::Load{qkv_weight, 0});
-  OutProduct<Row>::Held out_held;
   load_and_normalise<Row>(x, tokens, norm, first, sequences, shared);
-  out_held.read(threadIdx.x % 32, OutProduct<Row>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Row>::ACROSS});
-  qkv_held.pack();
+  wait_for_copies<0>();
   __syncthreads();
+  qkv_held.read(threadIdx.x % 32, HeadRegisters<Row>::Load{qkv_shared, 0});
+  qkv_held.pack();
   HeadRegisters<Row> heads;
-  heads.project(shared, qkv_weight, qkv_held);
+  heads.project(shared, qkv_shared, qkv_held);
   heads.attend(shared);
   __syncthreads();
-  OutProduct<Row>::run<true>(shared, x, y, out_weight, out_bias, first, sequences, out_held);
+  OutProduct<Row>::Held out_held;
+  OutProduct<Row>::run<false>(shared, x, y, out_shared, out_bias, first, sequences, out_held);
 }
 
 extern "C" __global__ void __launch_bounds__(Column::THREADS, Column::MIN_BLOCKS)
 axial_col(const Element* x, Element* y, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
           const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, const Element* __restrict__ out_bias, int sequences) {
   extern __shared__ __align__(16) float shared[];
+const Element *const qkv_shared = SharedWeights<Column>::qkv(shared), *const out_shared = SharedWeights<Column>::out(shared);
   const int first = blockIdx.x * Column::SEQUENCES;
   TokenPair<Column> tokens;
   allow_next_kernel();
   const NormWeights<Column> norm(norm_weight, norm_bias);
+  SharedWeights<Column>::copy(shared, qkv_weight, out_weight);
   HeadRegisters<Column>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, HeadRegisters<Column>::Load{qkv_weight, 0});
-  OutProduct<Column>::Held out_held;
+  wait_for_copies<0>();
+  __syncthreads();
+  qkv_held.read(threadIdx.x % 32, HeadRegisters<Column>::Load{qkv_shared, 0});
   qkv_held.pack();
   wait_for_previous_kernel();
   tokens.load_turn(x, 0, first, sequences);
   load_and_normalise<Column>(x, tokens, norm, first, sequences, shared);
-  out_held.read(threadIdx.x % 32, OutProduct<Column>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Column>::ACROSS});
   __syncthreads();
   HeadRegisters<Column> heads;
-  heads.project(shared, qkv_weight, qkv_held);
+  heads.project(shared, qkv_shared, qkv_held);
   heads.attend(shared);
   __syncthreads();
-  OutProduct<Column>::run<true>(shared, x, y, out_weight, out_bias, first, sequences, out_held);
+  OutProduct<Column>::Held out_held;
+  OutProduct<Column>::run<false>(shared, x, y, out_shared, out_bias, first, sequences, out_held);
 }
 
 '''
@@ -1479,8 +1571,8 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   const int32_t device = given.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Tensor x = dense(given);
-  Tensor y = torch::stable::empty_like(x);
   const int64_t batch = x.size(0);
+  Tensor y = torch::stable::new_empty(x, {batch, 32, 32, 64});
   if (batch == 0) return y;
   if (batch > INT_MAX / 32) refuse("batch " + std::to_string(batch) + " is too large: split the input");
   row_norm_weight = parameter(row_norm_weight, "row_norm_weight", 64, 0, device);
@@ -1500,19 +1592,19 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   {
     // Rows: 1 sequence a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_row, 8704, device, allowed);
+    allow_shared(axial_row, 53248, device, allowed);
     const int sequences = static_cast<int>(batch * 32);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    cudaLaunchConfig_t config = grid(blocks, 128, 8704, stream);
+    cudaLaunchConfig_t config = grid(blocks, 128, 53248, stream);
     check(cudaLaunchKernelEx(&config, axial_row, data(x), out, data(row_norm_weight), data(row_norm_bias), data(row_qkv_weight), data(row_out_weight), data(row_out_bias), sequences), "axial_row could not be launched");
   }
   {
     // Columns: 1 sequence a block
     static std::atomic<uint64_t> allowed{0};
-    allow_shared(axial_col, 8704, device, allowed);
+    allow_shared(axial_col, 53248, device, allowed);
     const int sequences = static_cast<int>(batch * 32);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    cudaLaunchConfig_t config = grid(blocks, 128, 8704, stream);
+    cudaLaunchConfig_t config = grid(blocks, 128, 53248, stream);
     cudaLaunchAttribute overlap{};  // it begins while the kernel before it ends, and waits before it touches what that one does
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -1868,18 +1960,20 @@ class ModelNew(nn.Module):
     def forward(self, x):
         if x.dim() != 4 or x.shape[3] != DIM:
             raise ValueError(f"the input must be (batch, height, width, {DIM}), not {tuple(x.shape)}")
-        kind = "cuda" if x.is_cuda else x.device.type
+        on_cuda, dtype = x.is_cuda, x.dtype
+        kind = "cuda" if on_cuda else x.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         weights = self._weights()
-        if weights is not None and x.dtype != weights[0].dtype and not autocast:
-            raise TypeError(f"the input is {x.dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
-        if x.is_cuda and x.dtype != DTYPE and not autocast:
-            _warn_type(x.dtype)
+        if weights is not None and dtype != weights[0].dtype and not autocast:
+            raise TypeError(f"the input is {dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
+        if on_cuda and dtype != DTYPE and not autocast:
+            _warn_type(dtype)
             return self._pytorch_form(x)
-        if weights is None or autocast or not x.is_cuda or _forward_mode() or (self.training and self.dropout.p > 0.0):
+        if weights is None or autocast or not on_cuda or _forward_mode() or (self.training and self._modules["dropout"].p > 0.0):
             return self._pytorch_form(x)
-        if x.shape[1] != HEIGHT or x.shape[2] != WIDTH:
-            _warn_size(x.shape[1], x.shape[2])
+        _, height, width, _ = x.shape
+        if height != HEIGHT or width != WIDTH:
+            _warn_size(height, width)
             return self._pytorch_form(x)
         if USE != "kernels":
             return _library_form(x, weights)
@@ -1893,20 +1987,24 @@ class ModelNew(nn.Module):
         return _launcher()(x, *weights)
 
     def _weights(self):
-        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations)."""
-        weights = []
-        for axis in AXES:
-            for part, kind, names in _LAYERS:
-                layer = self._modules[axis + part]
-                if type(layer) is not kind or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-                    return None
-                for name in names:
-                    tensor = layer._parameters.get(name)
-                    if tensor is None:  # a plain attribute in the replicas of DataParallel
-                        tensor = getattr(layer, name, None)
+        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations).
+
+        It runs at each call, and so takes what a layer has where nn.Module keeps it.
+        """
+        weights, layers = [], self._modules
+        for name, kind, parts in _LAYERS:
+            layer = layers[name]
+            own = layer.__dict__
+            if type(layer) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            parameters = own["_parameters"]
+            for part in parts:
+                tensor = parameters.get(part)
+                if tensor is None:  # a plain attribute in the replicas of DataParallel
+                    tensor = getattr(layer, part, None)
                     if tensor is None:
                         return None
-                    weights.append(tensor)
+                weights.append(tensor)
         return weights
 
     def _pytorch_form(self, x):
@@ -1916,7 +2014,11 @@ class ModelNew(nn.Module):
         return x
 
 
-_LAYERS = (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+_LAYERS = tuple(
+    (axis + name, kind, parts)
+    for axis in AXES
+    for name, kind, parts in (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+)
 
 
 def _forward_mode():

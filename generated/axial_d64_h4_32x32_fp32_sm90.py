@@ -13,15 +13,18 @@ Configuration:
          residual reload, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
 
 Measured on NVIDIA H200.
-    device time: 10.00 +- 0.01 us
-    device time, L2 flushed: 15.57 us
-    wall time of a call: 42.95 us
-    default configuration, device time: 9.92 us
-    PyTorch (torch.compile), device time: 64.61 us
-    PyTorch (torch.compile), wall time of a call: 1012.50 us
+    device time: 9.84 +- 0.01 us
+    device time, L2 flushed: 15.18 us
+    wall time of a call: 31.56 us
+    default configuration, device time: 9.74 us
+    PyTorch (torch.compile), device time: 69.77 us
+    PyTorch (torch.compile), wall time of a call: 1290.70 us
     error against float64: 1.2e-06 of the output's scale
-Command: python cli.py tune --storage none --dim 64 --heads 4 --fix family=sequence --budget 15
-Written 2026-11-30T08:23:01Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+Command: python cli.py tune --storage none --dim 64 --heads 4 --fix family=sequence --fix heads=registers --fix
+head_warps=1 --fix sequences=1 --fix qkv_rows=2 --fix qkv_columns=6 --fix out_rows=2 --fix out_columns=2 --fix
+key_tile=32 --fix fragment=4 --fix padding=true --fix norm_lanes=8 --fix dependent_launch=true --fix min_blocks=1 --fix
+rounds=1 --fix math=fp16x3 --fix weights=hold --fix residual=reload --fix prefetch=both --budget 12
+Written 2026-11-30T11:27:25Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -81,11 +84,11 @@ KERNELS = [
 SCRATCH = {}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --storage none --dim 64 --heads 4 --fix family=sequence --budget 15",
-    "date": "2026-11-30T08:23:01Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 9.997713778700147,
-    "spread_us": 0.013713857957295517, "cold_us": 15.568000264465809, "wall_us": 42.94849019533656,
-    "default_us": 9.921143097536904, "pytorch_us": 64.60800021886826, "pytorch_wall_us": 1012.4983333336482,
+    "command": "python cli.py tune --storage none --dim 64 --heads 4 --fix family=sequence --fix heads=registers --fix head_warps=1 --fix sequences=1 --fix qkv_rows=2 --fix qkv_columns=6 --fix out_rows=2 --fix out_columns=2 --fix key_tile=32 --fix fragment=4 --fix padding=true --fix norm_lanes=8 --fix dependent_launch=true --fix min_blocks=1 --fix rounds=1 --fix math=fp16x3 --fix weights=hold --fix residual=reload --fix prefetch=both --budget 12",
+    "date": "2026-11-30T11:27:25Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 9.843428220067706,
+    "spread_us": 0.010857092482702946, "cold_us": 15.184000134468079, "wall_us": 31.56075961531822,
+    "default_us": 9.742500260472298, "pytorch_us": 69.77199763059616, "pytorch_wall_us": 1290.7007999984899,
     "pytorch_form": "torch.compile", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
     "error": 1.1612849372712779e-06, "partial": False, "note": "The default configuration is the fastest.",
 }
@@ -1402,8 +1405,8 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
   const int32_t device = given.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Tensor x = dense(given);
-  Tensor y = torch::stable::empty_like(x);
   const int64_t batch = x.size(0);
+  Tensor y = torch::stable::new_empty(x, {batch, 32, 32, 64});
   if (batch == 0) return y;
   if (batch > INT_MAX / 32) refuse("batch " + std::to_string(batch) + " is too large: split the input");
   row_norm_weight = parameter(row_norm_weight, "row_norm_weight", 64, 0, device);
@@ -1790,18 +1793,20 @@ class ModelNew(nn.Module):
     def forward(self, x):
         if x.dim() != 4 or x.shape[3] != DIM:
             raise ValueError(f"the input must be (batch, height, width, {DIM}), not {tuple(x.shape)}")
-        kind = "cuda" if x.is_cuda else x.device.type
+        on_cuda, dtype = x.is_cuda, x.dtype
+        kind = "cuda" if on_cuda else x.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         weights = self._weights()
-        if weights is not None and x.dtype != weights[0].dtype and not autocast:
-            raise TypeError(f"the input is {x.dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
-        if x.is_cuda and x.dtype != DTYPE and not autocast:
-            _warn_type(x.dtype)
+        if weights is not None and dtype != weights[0].dtype and not autocast:
+            raise TypeError(f"the input is {dtype} and the module's parameters are {weights[0].dtype}: convert one of them")
+        if on_cuda and dtype != DTYPE and not autocast:
+            _warn_type(dtype)
             return self._pytorch_form(x)
-        if weights is None or autocast or not x.is_cuda or _forward_mode() or (self.training and self.dropout.p > 0.0):
+        if weights is None or autocast or not on_cuda or _forward_mode() or (self.training and self._modules["dropout"].p > 0.0):
             return self._pytorch_form(x)
-        if x.shape[1] != HEIGHT or x.shape[2] != WIDTH:
-            _warn_size(x.shape[1], x.shape[2])
+        _, height, width, _ = x.shape
+        if height != HEIGHT or width != WIDTH:
+            _warn_size(height, width)
             return self._pytorch_form(x)
         if USE != "kernels":
             return _library_form(x, weights)
@@ -1815,20 +1820,24 @@ class ModelNew(nn.Module):
         return _launcher()(x, *weights)
 
     def _weights(self):
-        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations)."""
-        weights = []
-        for axis in AXES:
-            for part, kind, names in _LAYERS:
-                layer = self._modules[axis + part]
-                if type(layer) is not kind or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-                    return None
-                for name in names:
-                    tensor = layer._parameters.get(name)
-                    if tensor is None:  # a plain attribute in the replicas of DataParallel
-                        tensor = getattr(layer, name, None)
+        """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations).
+
+        It runs at each call, and so takes what a layer has where nn.Module keeps it.
+        """
+        weights, layers = [], self._modules
+        for name, kind, parts in _LAYERS:
+            layer = layers[name]
+            own = layer.__dict__
+            if type(layer) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            parameters = own["_parameters"]
+            for part in parts:
+                tensor = parameters.get(part)
+                if tensor is None:  # a plain attribute in the replicas of DataParallel
+                    tensor = getattr(layer, part, None)
                     if tensor is None:
                         return None
-                    weights.append(tensor)
+                weights.append(tensor)
         return weights
 
     def _pytorch_form(self, x):
@@ -1838,7 +1847,11 @@ class ModelNew(nn.Module):
         return x
 
 
-_LAYERS = (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+_LAYERS = tuple(
+    (axis + name, kind, parts)
+    for axis in AXES
+    for name, kind, parts in (("_norm", nn.LayerNorm, ("weight", "bias")), ("_qkv", nn.Linear, ("weight",)), ("_out", nn.Linear, ("weight", "bias")))
+)
 
 
 def _forward_mode():
