@@ -87,7 +87,7 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
     provenance = provenance.acceptable()
     axes = {("row", "col"): "row attention, then column attention", ("row",): "row attention", ("col",): "column attention"}[spec.axes]
     env = environment()
-    launch = env.get_template("module/launch.cu.j2").render(
+    launch = env.get_template("module/launch.cpp.j2").render(
         spec=spec,
         kernels=source.kernels,
         scratch=source.scratch,
@@ -317,17 +317,17 @@ def _kernel(data: Mapping[str, Any]) -> Kernel:
 
 
 def _call(kernel: Kernel, spec: BlockSpec) -> str:
-    """The kernel's arguments in the launch code, the number of items last."""
+    """The kernel's pointers in the launch code."""
 
     def expression(argument: str) -> str:
         tensor = kernel.tensor(spec, argument)
         if tensor in parameter_shapes(spec):
             return f"data({tensor.replace('.', '_')})"
         if argument in TERMS:
-            return f"bytes({tensor})" if argument == "key_mask" else f"data({tensor})"
+            return f"data({tensor})"
         return {"x": "data(x)", "y": "out"}.get(tensor, tensor)
 
-    return ", ".join([*map(expression, kernel.arguments), kernel.items])
+    return ", ".join(map(expression, kernel.arguments))
 
 
 def _literal(value: Any, indent: int = 0) -> str:

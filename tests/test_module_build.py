@@ -134,7 +134,11 @@ def test_flags_are_the_modules_own(build, path: Path, monkeypatch: pytest.Monkey
     assert "-gencode=arch=compute_90,code=sm_90" in call["extra_cuda_cflags"]
     assert cpp_extension._get_cuda_arch_flags(call["extra_cuda_cflags"]) == []
     assert call["no_implicit_headers"] and call["with_cuda"] and not call["is_python_module"]
-    assert "__global__" in call["cuda_sources"][0] and "STABLE_TORCH_LIBRARY" in call["cuda_sources"][1]
+    kernels, addresses = call["cuda_sources"]
+    assert "__global__" in kernels and "torch/" not in kernels + addresses, "nvcc takes seconds for PyTorch's headers"
+    assert all(f"({kernel['name']})" in addresses for kernel in load_module(path).KERNELS)
+    assert "STABLE_TORCH_LIBRARY" in call["cpp_sources"] and "-DUSE_CUDA" in call["extra_cflags"]
+    assert [(Path(folder) / "cuda_runtime.h").is_file() for folder in call["extra_include_paths"]] == [True]
 
 
 @pytest.mark.parametrize("before", ["/nonexistent", None])
@@ -171,14 +175,14 @@ def test_what_a_build_depends_on_is_in_its_name(build, path: Path, toolkit: Path
     names = {module._library_name()}
     for target, name, value in (
         (torch, "__version__", "2.99.0"), (torch.version, "cuda", "99.0"), (module, "CUDA_SOURCE", "other"),
-        (module, "LAUNCH_SOURCE", "other"), (module, "_NVCC_FLAGS", ("-O0",)), (module, "SPEC", {}),
+        (module, "LAUNCH_SOURCE", "other"), (module, "_NVCC_FLAGS", ("-O0",)), (module, "_HOST_FLAGS", ("-O0",)), (module, "SPEC", {}),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
             names.add(module._library_name())
     (toolkit / "bin" / "nvcc").write_text("a newer one")
     names.add(module._library_name())
-    assert len(names) == 8
+    assert len(names) == 9
     assert len(build().calls) == 1
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.99.0")

@@ -1,0 +1,122 @@
+"""The code that launches a module's kernels, compiled with stand-ins of PyTorch's and CUDA's headers and run: what each kernel is given."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from codegen import resident, sequence, staged
+from codegen.config import Config
+from codegen.module import load_module, write_module
+from codegen.reference import parameter_shapes
+from codegen.render import Source, render
+from codegen.spec import BlockSpec
+from codegen.target import target
+from codegen.terms import term_shapes
+from emitted import PREDICTED
+
+STAND_IN = Path(__file__).resolve().parent / "stand_in"
+H200 = target("sm_90")
+TYPES = {"float32": "Float", "bfloat16": "BFloat16", "float16": "Half"}
+
+
+def run(
+    source: Source, configs: dict[str, Config], folder: Path, batch: int, changes: dict[str, str] | None = None
+) -> tuple[list[dict], dict[str, int]]:
+    """What the launching code prints for a batch, and where its inputs are; changes: an input -> how it is made instead."""
+    spec = source.spec
+    shapes = {"x": (batch, spec.height, spec.width, spec.dim), **parameter_shapes(spec), **term_shapes(spec, batch)}
+    places = {name: 0x1000 * (index + 1) for index, name in enumerate(shapes)}
+
+    def made(name: str, shape: tuple[int, ...]) -> str:
+        kind = "Bool" if name == "key_mask" else TYPES[spec.dtype]
+        usual = f"tensor({{{', '.join(map(str, shape))}}}, torch::headeronly::ScalarType::{kind}, {places[name]})"
+        return (changes or {}).get(name, usual).replace("USUAL", usual[:-1])
+
+    tensors = ",\n    ".join(made(name, shape) for name, shape in shapes.items())
+    launch = load_module(write_module(folder, source, configs, PREDICTED, H200)).LAUNCH_SOURCE
+    (folder / "launch.inc").write_text(launch)
+    (folder / "inputs.inc").write_text(tensors)
+    (folder / "pointers.inc").write_text(", ".join(str(len(kernel.arguments)) for kernel in source.kernels))
+    flags = ["-std=c++20", "-Wall", "-Werror", "-fsanitize=address,undefined", "-DAXIALTUNE_NAMESPACE=here", "-I", str(STAND_IN), "-I", "."]
+    command = ["g++", *flags, str(STAND_IN / "main.cpp"), "-o", "main"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    done = subprocess.run([folder / "main"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], places
+
+
+def configs_of(spec: BlockSpec, *families: str) -> dict[str, Config]:
+    made: dict[str, Config] = {}
+    for axis, family in zip(spec.axes, families, strict=True):
+        module = {"sequence": sequence, "staged": staged, "resident": resident}[family]
+        config = module.default(spec.problem(axis), H200, module.DTYPE_MATHS[spec.dtype][0])
+        assert config is not None
+        made[axis] = config
+    return made
+
+
+BLOCKS = {
+    "sequence": (BlockSpec(64, 4, 32, 32, 4), ("sequence", "sequence")),
+    "resident": (BlockSpec(64, 4, 33, 48, 2, "bfloat16"), ("resident", "resident")),
+    "staged, then resident": (BlockSpec(64, 4, 64, 64, 2, "float16"), ("staged", "resident")),
+    "variants": (BlockSpec(32, 4, 9, 20, 2, axes=("col",), head_dim=16, qkv_bias=True, norm="rms", post_norm=True), ("staged",)),
+    "terms": (BlockSpec(32, 4, 9, 20, 2, key_mask=True, logit_bias=True, out_bias=False), ("sequence", "staged")),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_each_kernel_gets_what_its_source_states(block: str, batch: int, tmp_path: Path) -> None:
+    """The same as the tuner launches (tuner/launch.py): pointers in order, items, blocks, threads, shared memory, early or not."""
+    spec, families = BLOCKS[block]
+    configs = configs_of(spec, *families)
+    source = render(spec, configs)
+    said, places = run(source, configs, tmp_path, batch)
+    launches, last = [line for line in said if "kernel" in line], said[-1]
+    assert last["sizes"] == [batch, spec.height, spec.width, spec.dim]
+    assert [line["kernel"] for line in launches] == list(range(len(source.kernels)))
+    buffers: dict[str, int] = {"y": last["y"]}
+    for line, kernel in zip(launches, source.kernels, strict=True):
+        names = [kernel.tensor(spec, argument) for argument in kernel.arguments]
+        for name, place in zip(names, line["pointers"], strict=True):
+            assert place == (places[name] if name in places else buffers.setdefault(name, place)), (kernel.name, name)
+        found = [line[key] for key in ("blocks", "threads", "shared", "items", "stream")]
+        assert found == [kernel.blocks(spec, batch), kernel.threads, kernel.shared_bytes, kernel.count(spec, batch), 0x73]
+        assert line["early"] == kernel.dependent_launch
+    assert set(buffers) == {"y", *source.buffers(batch)} and len(set(buffers.values())) == len(buffers)
+    large = [index for index, kernel in enumerate(source.kernels) if kernel.shared_bytes > 48 * 1024]
+    assert [(line["allows"], line["bytes"]) for line in said if "allows" in line] == [(i, source.kernels[i].shared_bytes) for i in large]
+
+
+def test_inputs_are_copied_or_refused(tmp_path: Path) -> None:
+    spec, families = BLOCKS["sequence"]
+    configs = configs_of(spec, *families)
+    source = render(spec, configs)
+
+    def said(**changes: str) -> list[dict]:
+        return run(source, configs, tmp_path, 2, {name.replace("__", "."): text for name, text in changes.items()})[0]
+
+    def pointer(lines: list[dict], name: str) -> int:
+        (kernel,) = (k for k in source.kernels if name in [k.tensor(spec, a) for a in k.arguments] and k.axis == "row")
+        (line,) = (line for line in lines if line.get("kernel") == source.kernels.index(kernel))
+        return line["pointers"][[kernel.tensor(spec, a) for a in kernel.arguments].index(name)]
+
+    assert pointer(said(row_qkv__weight="USUAL, false)"), "row_qkv.weight") > 0x900000, "a strided weight is copied"
+    misaligned = "tensor({2, 32, 32, 64}, torch::headeronly::ScalarType::Float, 0x1004)"
+    assert pointer(said(x=misaligned), "x") > 0x900000, "and so is what does not start on 16 bytes"
+    for changes, reason in (
+        ({"x": "USUAL, true, -1)"}, "the input must be on a CUDA device"),
+        ({"x": "tensor({2, 32, 64}, torch::headeronly::ScalarType::Float, 0x1000)"}, "(batch, 32, 32, 64)"),
+        ({"x": "tensor({2, 32, 32, 64}, torch::headeronly::ScalarType::Half, 0x1000)"}, "must be float32"),
+        ({"col_out__bias": "USUAL, true, 1)"}, "col_out_bias must be on the input's device, cuda:3"),
+        ({"row_out__weight": "tensor({64, 32}, torch::headeronly::ScalarType::Float, 0x5000)"}, "row_out_weight has the wrong shape"),
+        ({"x": f"tensor({{{2**31}LL, 32, 32, 64}}, torch::headeronly::ScalarType::Float, 0x1000)"}, "is too large: split the input"),
+    ):
+        (line,) = said(**changes)
+        assert reason in line["refused"], line
+    (line,) = said(x="tensor({0, 32, 32, 64}, torch::headeronly::ScalarType::Float, 0x1000)")
+    assert line["sizes"] == [0, 32, 32, 64], "a batch of nothing launches nothing"
