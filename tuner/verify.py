@@ -171,9 +171,8 @@ def _case(name: str, spec: BlockSpec, x: Tensor, weights: Mapping[str, Tensor], 
 
 
 def _allowed(spec: BlockSpec, case: Case) -> tuple[float, float]:
-    """WORSE times the errors of PyTorch's own form of the element type, but no less than its rounding, or than twice that where scores are
-    large: whether two keys of a query are nearer to each other there than q and k are rounded is chance, in PyTorch's form as in any."""
-    least = torch.finfo(torch_dtype(spec)).eps * min(2.0, case.condition)
+    """WORSE times the errors of PyTorch's own form of the element type, but no less than its rounding."""
+    least = torch.finfo(torch_dtype(spec)).eps
     found = _errors(case, reference(spec, case.x, case.weights, torch_dtype(spec)).double())
     error, branch_error = (max(least, one) if math.isfinite(one) else least for one in found)
     return WORSE * error, WORSE * branch_error
