@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.once import prepared
+
 COLUMNS = ("call", "Python alone", "op alone", "op, empty batch", "call, grad mode", "device")
 
 
@@ -49,19 +51,11 @@ def main(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Emitt
     """See the module's text."""
     import torch
 
-    from codegen.module import load_module, read_module
-    from codegen.reference import random_input, random_weights
-    from codegen.terms import random_terms
     from tuner.measure import TRIAL, measure, wall
 
     table = Table("us", *COLUMNS, box=None, header_style="none")
     for file in files:
-        spec = read_module(file).spec
-        dtype, generator = getattr(torch, spec.dtype), torch.Generator("cuda").manual_seed(0)
-        module = load_module(file)
-        model = module.ModelNew(spec.dim, spec.heads, spec.height, spec.width).to("cuda", dtype)
-        model.load_state_dict(random_weights(spec, generator))
-        x, terms = random_input(spec, generator).to(dtype), random_terms(spec, generator)
+        module, model, x, terms = prepared(file)
         with torch.no_grad():
             model(x, *terms.values())
             device = measure([functools.partial(model, x, *terms.values())]).device

@@ -28,7 +28,7 @@ class Family:
     plan: Callable[[AxisProblem, Any], Plan]
     default: Callable[[AxisProblem, Target, str], Config | None]
     maths: Mapping[str, tuple[str, ...]]
-    alternatives: Callable[[AxisProblem, Target, str], Sequence[Config]] | None = None
+    alternatives: Callable[[AxisProblem, Target, str], Sequence[Config]]
 
     def starts(self, problem: AxisProblem, target: Target, math: str) -> Iterator[Config]:
         """The default of an arithmetic, if there is one, and then its alternatives, which are looked for when they are asked for: where
@@ -36,7 +36,7 @@ class Family:
         start = self.default(problem, target, math)
         if start is not None:
             yield start
-            yield from self.alternatives(problem, target, math) if self.alternatives else ()
+            yield from self.alternatives(problem, target, math)
 
 
 FAMILIES: dict[str, Family] = {

@@ -321,10 +321,8 @@ def _call(kernel: Kernel, spec: BlockSpec) -> str:
 
     def expression(argument: str) -> str:
         tensor = kernel.tensor(spec, argument)
-        if tensor in parameter_shapes(spec):
+        if tensor in parameter_shapes(spec) or argument in TERMS:
             return f"data({tensor.replace('.', '_')})"
-        if argument in TERMS:
-            return f"data({tensor})"
         return {"x": "data(x)", "y": "out"}.get(tensor, tensor)
 
     return ", ".join(map(expression, kernel.arguments))

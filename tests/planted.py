@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 
 from codegen.render import Source
+from test_mutants import edited
 
 SEQUENCE_SHAPES = ((64, 4, 32, 32), (128, 8, 65, 65), (72, 3, 19, 40))
 """dim, heads, height, width of blocks for which a search of the `sequence` family has other starts than its default, on both axes."""
 
 
-def planted(source: Source, text: str, replacement: str) -> Source:
-    """The source with each occurrence of `text` replaced; it has to have one."""
-    assert text in source.text, f"the source no longer has {text!r}: plant this fault anew"
-    return dataclasses.replace(source, text=source.text.replace(text, replacement))
-
-
 def wrong_scale(source: Source) -> Source:
     """Scores half as large again."""
-    return planted(source, "EXPONENT_SCALE =", "EXPONENT_SCALE = 1.5f *")
+    return edited(source, "EXPONENT_SCALE =", "EXPONENT_SCALE = 1.5f *")
 
 
 def behind_the_output(source: Source) -> Source:
     """Each store of a `sequence` kernel of 32 tokens of 64 channels a sequence also writes an element behind y."""
     store = "store_global(y + at, pair);"
-    return planted(source, store, f"{store} put(y + sequences * 2048 + 3, 1.0f);")
+    return edited(source, re.escape(store), f"{store} put(y + sequences * 2048 + 3, 1.0f);")
 
 
 def into_the_input(source: Source) -> Source:
     """A row kernel of the `sequence` family writes an element of x before it reads any for a second time."""
     load = "load_and_normalise<Row>(x,"
-    return planted(source, load, f"const_cast<float*>(x)[5] = 1.0f;\n  {load}")
+    return edited(source, re.escape(load), f"const_cast<float*>(x)[5] = 1.0f;\n  {load}")

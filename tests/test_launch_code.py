@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from codegen import resident, sequence, staged
 from codegen.config import Config
+from codegen.families import FAMILIES
 from codegen.module import load_module, write_module
 from codegen.reference import parameter_shapes
 from codegen.render import Source, render
@@ -52,8 +52,7 @@ def run(
 def configs_of(spec: BlockSpec, *families: str) -> dict[str, Config]:
     made: dict[str, Config] = {}
     for axis, family in zip(spec.axes, families, strict=True):
-        module = {"sequence": sequence, "staged": staged, "resident": resident}[family]
-        config = module.default(spec.problem(axis), H200, module.DTYPE_MATHS[spec.dtype][0])
+        config = FAMILIES[family].default(spec.problem(axis), H200, FAMILIES[family].maths[spec.dtype][0])
         assert config is not None
         made[axis] = config
     return made

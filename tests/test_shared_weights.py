@@ -28,10 +28,10 @@ RAGGED = BlockSpec(dim=24, heads=2, height=3, width=19, batch=1, axes=("row",)) 
 BOTH = dataclasses.replace(RAGGED, height=4, width=5, axes=("row", "col"))
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
-    {"residual": False},
     {"qkv_bias": True, "norm": "rms"},
     {"post_norm": True, "out_bias": False},
     {"key_mask": True, "logit_bias": True},
+    {"residual": False},
 )
 SHARED: dict[str, Any] = {"weights": "shared", "rounds": 1}
 
@@ -45,15 +45,7 @@ def drawn(seed: int) -> tuple[BlockSpec, dict[str, Config]]:
     draw = random.Random(seed)
     dtype = draw.choice(tuple(DTYPE_MATHS))
     dim, heads, head_dim = draw.choice(((24, 2, 8), (64, 4, None), (40, 5, None), (128, 8, None), (72, 3, 24), (16, 1, 16)))
-    more = draw.choice(
-        (
-            {},
-            {"qkv_bias": True, "norm": "rms"},
-            {"post_norm": True, "out_bias": False},
-            {"key_mask": True, "logit_bias": True},
-            {"residual": False},
-        )
-    )
+    more = draw.choice(VARIANTS)
     spec = BlockSpec(dim, heads, draw.choice((3, 17)), draw.choice((2, 19)), 1, dtype, head_dim=head_dim, **more)
     math = draw.choice([math for math in DTYPE_MATHS[dtype] if math in HALF_PARTS])
     configs: dict[str, Config] = {}

@@ -164,8 +164,7 @@ class _Tuning:
         best = min(scores.values(), default=float("inf"))  # a family whose default is far behind is not worth the trials
         families = {name: here for name, here in families.items() if scores.get(here.start, float("inf")) <= best * HOPELESS} or families
         for name, here in families.items():
-            starts = here.starts()[1:] if FAMILIES[name].alternatives else []
-            for start in dict.fromkeys(starts + self._best_elsewhere(here)):
+            for start in dict.fromkeys(here.starts()[1:] + self._best_elsewhere(here)):
                 if time.monotonic() > self.start + options.budget:
                     break
                 goes_on = goes_on and self._search_one(f"{title}, {name}: known to be good", here.focused((), start), 1, end, scores)
