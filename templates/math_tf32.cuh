@@ -50,9 +50,18 @@ struct TensorCore : FloatFragments {
       for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
         for (int r = 0; r < 2; ++r) rest_b[j][r] = rest(b[j][r]);
-      accumulate(acc, rest_a, b);
-      accumulate(acc, a, rest_b);
-      accumulate(acc, a, b);
+      // Tensor cores truncate their sums: what is small is added up by itself, and rounded, instead of truncating the sum two times more.
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+          float small[4] = {};
+          mma_m16n8k8_tf32(small, rest_a[i], b[j][0], b[j][1]);
+          mma_m16n8k8_tf32(small, a[i], rest_b[j][0], rest_b[j][1]);
+          mma_m16n8k8_tf32(acc[i][j], a[i], b[j][0], b[j][1]);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[i][j][c] += small[c];
+        }
     }
   }
 

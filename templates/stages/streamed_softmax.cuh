@@ -30,6 +30,13 @@ struct StreamedSoftmax {
 {% endif %}
   Query queries[ROWS];
   Sums sums;
+{% if many_keys %}
+  // Tensor cores truncate what they have added up, each time by up to 2^-23 of it: over MANY keys, sums begin anew after SETTLED steps, and what they were
+  // is added here, rounded.
+  static constexpr bool MANY = C::LENGTH > {{ many_keys }};
+  static constexpr int SETTLED = {{ many_keys // 2 }} / S::KEY_TILE;
+  float settled[MANY ? ROWS : 1][MANY ? STEPS : 1][4];
+{% endif %}
   float sum[ROWS][SUMS], start[ROWS][4];  // of a row's weights; what its scores start from
 {% if spec.terms %}
   bool beginning;  // whether a row has no key yet
@@ -49,6 +56,16 @@ struct StreamedSoftmax {
   // Before the first tile of keys.
   __device__ __forceinline__ void begin() {
     sums = Sums();
+{% if many_keys %}
+    if constexpr (MANY) {
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) settled[row][j][c] = 0.0f;
+    }
+{% endif %}
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -105,7 +122,7 @@ struct StreamedSoftmax {
           const float correction = exp2_approx(reference - highest);
 #pragma unroll
           for (int i = half * SUMS / 2; i < (half + 1) * SUMS / 2; ++i) sum[row][i] *= correction;
-          sums.rescale(row, half, correction);
+          {{ "rescale" if many_keys else "sums.rescale" }}(row, half, correction);
         }
         start[row][2 * half] = start[row][2 * half + 1] = -highest;
       }
@@ -125,7 +142,7 @@ struct StreamedSoftmax {
           const float correction = exp2_approx(-highest);
 #pragma unroll
           for (int i = half * SUMS / 2; i < (half + 1) * SUMS / 2; ++i) sum[row][i] *= correction;
-          sums.rescale(row, half, correction);
+          {{ "rescale" if many_keys else "sums.rescale" }}(row, half, correction);
         }
         start[row][2 * half] -= highest, start[row][2 * half + 1] -= highest;
       }
@@ -176,8 +193,36 @@ struct StreamedSoftmax {
       for (int row = 0; row < ROWS; ++row) sum[row][0] += added[row][0], sum[row][1] += added[row][1];
     }
     sums.add(weights, values, lane);
+{% if many_keys %}
+    if constexpr (MANY) {
+      if ((step + 1) % SETTLED == 0) {
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+          for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) settled[row][j][c] += sums.result(row, j, c);
+        sums = Sums();
+      }
+    }
+{% endif %}
   }
 
+{% if many_keys %}
+  __device__ __forceinline__ void rescale(int row, int half, float factor) {
+    sums.rescale(row, half, factor);
+    if constexpr (MANY) {
+#pragma unroll
+      for (int j = 0; j < STEPS; ++j) settled[row][j][2 * half] *= factor, settled[row][j][2 * half + 1] *= factor;
+    }
+  }
+
+  __device__ __forceinline__ float summed(int row, int j, int c) const {
+    if constexpr (MANY) return settled[row][j][c] + sums.result(row, j, c);
+    return sums.result(row, j, c);
+  }
+
+{% endif %}
   // All keys of a head that lie in shared memory, one tile behind another. meanwhile(step) runs beside each tile.
   template <typename Meanwhile>
   __device__ __forceinline__ void run(const float* keys, const float* values, int lane, Meanwhile meanwhile{% if spec.key_mask %}, const unsigned char* __restrict__ key_mask, int sequence{% endif %}{% if spec.logit_bias %}, const Element* __restrict__ bias, int head, int tile{% endif %}) {
@@ -202,7 +247,8 @@ struct StreamedSoftmax {
     const float upper = {{ inverse }}row_sum(sum[row], 0)), lower = {{ inverse }}row_sum(sum[row], 1));
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
-      const float c[4] = {sums.result(row, j, 0) * upper, sums.result(row, j, 1) * upper, sums.result(row, j, 2) * lower, sums.result(row, j, 3) * lower};
+{% set summed = "summed" if many_keys else "sums.result" %}
+      const float c[4] = { {{- summed }}(row, j, 0) * upper, {{ summed }}(row, j, 1) * upper, {{ summed }}(row, j, 2) * lower, {{ summed }}(row, j, 3) * lower};
       Math::template store_query<C::INNER / 8>(to, 0, head * STEPS + j, lane, c);
     }
   }
@@ -215,7 +261,7 @@ struct StreamedSoftmax {
     for (int step = 0; step < STEPS / 2; ++step) {
       float c[2][4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = sums.result(row, 2 * step + i / 4, i % 4) * (i % 4 < 2 ? upper : lower);
+      for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = {{ "summed" if many_keys else "sums.result" }}(row, 2 * step + i / 4, i % 4) * (i % 4 < 2 ? upper : lower);
       const typename Math::Tile tile = Math::tile(c[0], c[1]);
       emit(step, reinterpret_cast<const float(&)[Math::PAGES][4]>(tile.part));
     }

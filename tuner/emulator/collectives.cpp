@@ -1,4 +1,5 @@
 // What cuda_host.h declares: indices, warp collectives and the products of the tensor cores.
+#include <cmath>
 #include <cstring>
 
 #include "fibers.h"
@@ -95,8 +96,16 @@ std::uint16_t float_to_bfloat16(float value) {
     return std::uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+// What tensor cores leave of a sum in fp32 and of products that come to it: it is truncated (Fasi, Higham, Mikaitis and Pranesh 2021, "Numerical
+// behavior of NVIDIA tensor cores").
+float truncated_sum(float sum, float products) {
+    const double exact = double(sum) + double(products);
+    const float rounded = float(exact);
+    return std::fabs(double(rounded)) > std::fabs(exact) ? std::nextafterf(rounded, 0.0f) : rounded;
+}
+
 // A product of 16xK and Kx8 operands that lie in a[.][4] and b[.][2] as words of WIDTH neighbouring indices of the sum;
-// the fragments of mma.m16n8k8 (WIDTH 1) and mma.m16n8k16 (WIDTH 2) in the PTX ISA. Sums in fp32.
+// the fragments of mma.m16n8k8 (WIDTH 1) and mma.m16n8k16 (WIDTH 2) in the PTX ISA. Sums as tensor cores have them (truncated).
 template <int WIDTH, typename Value>
 static void product(const char* name, float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1, int line, Value value) {
     Warp& warp = own_warp();
@@ -106,20 +115,19 @@ static void product(const char* name, float (&c)[4], const std::uint32_t (&a)[4]
     warp.c[lane] = c;
     meet(name, ~0u, line, [value](Warp& w) {
         constexpr int K = 8 * WIDTH;
-        float left[16][K], right[K][8], sum[16][8];
+        float left[16][K], right[K][8], sum[16][8] = {};
         for (int l = 0; l < lanes; ++l) {
             const int g = l / 4, t = l % 4;
             for (int i = 0; i < WIDTH; ++i) {
                 for (int r = 0; r < 4; ++r) left[g + 8 * (r % 2)][WIDTH * (t + 4 * (r / 2)) + i] = value(w.a[l][r], i);
                 for (int r = 0; r < 2; ++r) right[WIDTH * (t + 4 * r) + i][g] = value(w.b[l][r], i);
             }
-            for (int r = 0; r < 4; ++r) sum[g + 8 * (r / 2)][2 * t + r % 2] = w.c[l][r];
         }
         for (int i = 0; i < 16; ++i)
             for (int k = 0; k < K; ++k)
                 for (int j = 0; j < 8; ++j) sum[i][j] += left[i][k] * right[k][j];
         for (int l = 0; l < lanes; ++l)
-            for (int r = 0; r < 4; ++r) w.c[l][r] = sum[l / 4 + 8 * (r / 2)][2 * (l % 4) + r % 2];
+            for (int r = 0; r < 4; ++r) w.c[l][r] = truncated_sum(w.c[l][r], sum[l / 4 + 8 * (r / 2)][2 * (l % 4) + r % 2]);
     });
 }
 

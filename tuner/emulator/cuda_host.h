@@ -80,6 +80,7 @@ void start_register_product(float* sums, int tiles, const unsigned (&a)[4], uint
 void commit_products(int line);
 void wait_for_products(int groups, int line);
 void init_barrier(const void* barrier);
+void add_bulk_copy(float* to, const float* from, int bytes, const void* barrier);
 void start_bulk_copy(float* to, const float* from, int bytes, const void* barrier);
 void wait_for_bulk_copy(const void* barrier, int parity, int line);
 void fence_async_proxy();
@@ -224,6 +225,7 @@ template <int TILES> void keep_in_registers(float (&)[TILES][4]) {}
 inline void fence_async_proxy() { ::emulator::fence_async_proxy(); }
 inline void init_barrier(float* barrier) { ::emulator::init_barrier(barrier); }
 inline void publish_barriers() {}
+__forceinline__ void add_bulk_copy(float* to, const float* from, int bytes, float* barrier) { ::emulator::add_bulk_copy(to, from, bytes, barrier); }
 __forceinline__ void start_bulk_copy(float* to, const float* from, int bytes, float* barrier) { ::emulator::start_bulk_copy(to, from, bytes, barrier); }
 __forceinline__ void wait_for_bulk_copy(float* barrier, int parity, int line = __builtin_LINE()) {
     ::emulator::wait_for_bulk_copy(barrier, parity, line);

@@ -14,6 +14,7 @@
 namespace emulator {
 
 float half_to_float(std::uint16_t half);
+float truncated_sum(float sum, float products);
 
 namespace {
 
@@ -50,8 +51,8 @@ struct Copy {
 struct Barrier {
     const void* at;
     unsigned phases = 0;  // completed
-    bool busy = false;
-    Copy copy{};
+    bool busy = false;         // whether the phase ends when its copies have arrived; before, more may be added
+    std::vector<Copy> copies;  // of the phase
     std::vector<int> waiting;  // threads for which no copy was under way
 };
 std::vector<Barrier> barriers;  // of the block; reserved, so that they stay where they are
@@ -147,7 +148,9 @@ void multiply(const Product& p, float* sums) {
             float& first = sums[4 * j + c];
             float& second = sums[4 * j + 2 + c];
             if (!p.accumulate) first = second = 0.0f;
-            for (int k = 0; k < 16; ++k) first += upper[k] * column[k], second += lower[k] * column[k];
+            float above = 0.0f, below = 0.0f;
+            for (int k = 0; k < 16; ++k) above += upper[k] * column[k], below += lower[k] * column[k];
+            first = truncated_sum(first, above), second = truncated_sum(second, below);
         }
 }
 
@@ -164,8 +167,11 @@ Barrier& barrier_at(const void* at, const void* pc) {
 }
 
 void complete(Barrier& barrier) {
-    std::memcpy(barrier.copy.to, barrier.copy.from, std::size_t(barrier.copy.bytes));
-    order_async_writes(barrier.copy.to, barrier.copy.bytes);
+    for (const Copy& copy : barrier.copies) {
+        std::memcpy(copy.to, copy.from, std::size_t(copy.bytes));
+        order_async_writes(copy.to, copy.bytes);
+    }
+    barrier.copies.clear();
     barrier.busy = false;
     ++barrier.phases;
 }
@@ -246,8 +252,9 @@ void init_barrier(const void* at) {
     barriers.push_back({at});
 }
 
-void start_bulk_copy(float* to, const float* from, int bytes, const void* at) {
-    const void* pc = __builtin_return_address(0);
+namespace {
+
+Barrier& add(float* to, const float* from, int bytes, const void* at, const void* pc) {
     if (bytes % 16 || reinterpret_cast<std::uintptr_t>(to) % 16 || reinterpret_cast<std::uintptr_t>(from) % 16)
         report("misaligned", pc, nullptr, "copies in bulk from or to an address, or a size, that is not a multiple of 16 bytes");
     Barrier& barrier = barrier_at(at, pc);
@@ -255,8 +262,17 @@ void start_bulk_copy(float* to, const float* from, int bytes, const void* at) {
     read_by_async_proxy(from, bytes, pc);
     write_by_async_proxy(to, bytes, pc);
     for (int i = 0; i < bytes / 4; ++i) to[i] = nan();
+    barrier.copies.push_back({reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes});
+    return barrier;
+}
+
+}  // namespace
+
+void add_bulk_copy(float* to, const float* from, int bytes, const void* at) { add(to, from, bytes, at, __builtin_return_address(0)); }
+
+void start_bulk_copy(float* to, const float* from, int bytes, const void* at) {
+    Barrier& barrier = add(to, from, bytes, at, __builtin_return_address(0));
     barrier.busy = true;
-    barrier.copy = {reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes};
     for (const int thread : barrier.waiting) resume(thread);
     barrier.waiting.clear();
 }
