@@ -185,10 +185,11 @@ def _dependent(plan: Plan, first: bool) -> bool:
       was launched normally, as every other kernel is, when packing had ended. While it runs they need not be.
 
     So a kernel that does not wait must be launched normally: that of `sequence` where it is the first axis', though behind packing, and
-    that of `staged` unless it multiplies by warpgroups. A second axis of `staged`, whose x is not waited for, is so too.
+    that of `staged` unless it multiplies by warpgroups and normalises itself. A second axis of `staged`, whose x is not waited for, is
+    so too.
     """
     if isinstance(plan, StagedPlan):
-        return first and "qkv" in plan.packed
+        return first and "qkv" in plan.packed and not plan.operand_kernel
     return plan.config.dependent_launch and (isinstance(plan, ResidentPlan) or not first)
 
 
@@ -207,14 +208,20 @@ def _sequence_kernel(axis: str, plan: SequencePlan, dependent: bool) -> Kernel:
 def _staged_kernels(axis: str, plan: StagedPlan, dependent: bool) -> list[Kernel]:
     used, block = plan.kernels, plan.problem.block
     query, key, value, attended = (name for name, _ in plan.scratch)
+    norm = ("x", *block.pre_norm_parameters)
 
     def kernel(stage: str, items: str, per_block: int, group: int, arguments: tuple[str, ...]) -> Kernel:
         threads, shared = used[stage][:2]
         return Kernel(f"axial_{axis}_{stage}", axis, threads, shared, per_block, dependent and stage == "qkv", arguments, items, group)
 
-    qkv = ("x", *block.pre_norm_parameters, *_read(plan, "qkv"), query, key, value)
+    qkv = (*((attended,) if plan.operand_kernel else norm), *_read(plan, "qkv"), query, key, value)
     out = (attended, *(("x",) if block.residual else ()), "y", *_read(plan, "out"))
+    operand = []
+    if plan.operand_kernel:
+        rows = plan.qkv.row_tiles
+        operand = [kernel("operand", "row_tiles", rows, rows // plan.operand_row_tiles, (*norm, attended))]
     return [
+        *operand,
         kernel("qkv", "row_tiles", plan.qkv.row_tiles, plan.qkv.parts, qkv),
         kernel("attention", "sequences", 1, block.heads * plan.attention.groups, (query, key, value, attended, *block.terms)),
         kernel("out", "row_tiles", plan.out.row_tiles, plan.out.parts, out),

@@ -86,6 +86,11 @@ class StreamedPlan:
         """Of "qkv" and "out", the products whose weights are packed before they are multiplied."""
         raise NotImplementedError
 
+    @property
+    def streamed(self) -> dict[str, WarpgroupProduct]:
+        """Of "qkv" and "out", the products whose operand A is streamed."""
+        return {name: product for name, product in self.packed.items() if product.streamed}
+
     def packed_name(self, product: str) -> str:
         """The buffer of a product's packed weights: each axis has its own, because one kernel fills them all before the first axis."""
         return f"{self.problem.axis}_packed_{product}"

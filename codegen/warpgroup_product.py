@@ -20,6 +20,8 @@ CHUNK = 8
 """Indices of the sum that swizzling leaves together: 16 bytes."""
 WARPS = 4
 """Of a warpgroup, each with 16 of its 64 rows."""
+MOST_ROW_TILES = 16
+"""Row tiles of the largest block, of which those of all others are divisors."""
 COLUMN_TILES = (8, 12, 16, 24, 32)
 """Column tiles of one instruction."""
 
@@ -30,7 +32,8 @@ class WarpgroupProduct:
 
     operands: 1, or 2 with the rests; warp_columns: 8-column tiles of a block, all of which every warp has; down: warps of a block, with
     `warp_rows` times 16 rows each; sum: the padded length of the sum; copy: neighbouring weights that can be read at once; run:
-    neighbouring columns of the result that a lane has.
+    neighbouring columns of the result that a lane has; streamed: whether operand A comes in steps of the sum as the weights do, from
+    scratch in which a kernel before has packed it, so that shared memory does not limit the sum.
     """
 
     operands: int
@@ -45,6 +48,7 @@ class WarpgroupProduct:
     run: int
     sum_tile: int = SUM_TILE
     warp_rows: int = 1
+    streamed: bool = False
 
     @property
     def row_tiles(self) -> int:
@@ -64,14 +68,23 @@ class WarpgroupProduct:
         return self.operands * self.columns * self.sum_tile // 2
 
     @property
+    def a_tile(self) -> int:
+        """Words of what one step needs of operand A where it is streamed."""
+        return self.operands * 16 * self.row_tiles * self.sum_tile // 2 if self.streamed else 0
+
+    @property
     def buffers(self) -> int:
         """Where the buffers start, behind operand A."""
-        return self.operands * 16 * self.row_tiles * self.sum // 2
+        return 0 if self.streamed else self.operands * 16 * self.row_tiles * self.sum // 2
 
     @property
     def barriers(self) -> int:
         """Where the buffers' barriers start, of two words each."""
-        return self.buffers + self.stages * self.b_tile
+        return self.buffers + self.stages * (self.a_tile + self.b_tile)
+
+    def streamed_words(self, row_tiles: int) -> int:
+        """Words of scratch that operand A of so many row tiles takes; whole blocks, of whatever size, read it."""
+        return self.operands * ceil_div(row_tiles, MOST_ROW_TILES) * MOST_ROW_TILES * 16 * self.sum // 2
 
     @property
     def shared_bytes(self) -> int:

@@ -75,7 +75,7 @@ def test_render_takes_the_family_that_its_settings_name() -> None:
     assert [kernel.name for kernel in source_of(SMALL, TARGET, ["attn_stages=3"]).kernels][1] == "axial_row_attention"
     assert [kernel.name for kernel in source_of(SMALL, TARGET, []).kernels] == ["axial_row"]
     packing = [kernel.name for kernel in source_of(WIDE, TARGET, []).kernels]
-    assert packing == ["axial_pack", "axial_row_qkv", "axial_row_attention", "axial_row_out"]
+    assert packing == ["axial_pack", "axial_row_operand", "axial_row_qkv", "axial_row_attention", "axial_row_out"]
     assert len(source_of(WIDE, TARGET, ["qkv_engine=mma", "out_engine=mma"]).kernels) == 3
 
 

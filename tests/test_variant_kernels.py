@@ -13,6 +13,7 @@ import pytest
 from codegen.families import FAMILIES
 from codegen.render import render
 from codegen.spec import BlockSpec
+from codegen.staged import STREAMED
 from codegen.staged import default as staged_default
 from codegen.target import target
 from emulated import TARGET, arithmetics, right, source_of
@@ -70,9 +71,10 @@ def test_variants_in_registers_in_rounds_and_by_warpgroups(variant: str, math: s
         here = space(spec.problem("row"), TARGET, fixed={"math": math, **changes})
         assert right(render(spec, {"row": here.start}), cache), changes
     spec = BlockSpec(**{**fields, "dim": 72, "heads": 3})
-    config = staged_default(spec.problem("row"), TARGET, math, "wgmma")
-    assert config is not None
-    assert right(render(spec, {"row": config}), cache)
+    for engine in ("wgmma", STREAMED):
+        config = staged_default(spec.problem("row"), TARGET, math, engine)
+        assert config is not None
+        assert right(render(spec, {"row": config}), cache), engine
 
 
 @pytest.mark.parametrize("families", [("sequence", "staged"), ("staged", "sequence"), ("resident", "staged"), ("sequence", "resident")])

@@ -16,7 +16,7 @@ from codegen.module import read_module, write_module
 from codegen.render import Source, render
 from codegen.sequence import default as sequence_default
 from codegen.spec import BlockSpec, SpecError
-from codegen.staged import DTYPE_MATHS, StagedConfig, StagedPlan, alternatives, default
+from codegen.staged import DTYPE_MATHS, STREAMED, StagedConfig, StagedPlan, alternatives, default
 from codegen.target import target
 from codegen.warpgroup_product import COLUMN_TILES, WarpgroupProduct
 from emitted import PREDICTED
@@ -33,19 +33,21 @@ BOTH = ("qkv", "out")
 WIDE = BlockSpec(dim=72, heads=3, height=4, width=35, batch=1, axes=("row",))
 
 
-def by_warpgroups(spec: BlockSpec, groups: tuple[str, ...] = BOTH, math: str | None = None, **changes: int) -> StagedConfig:
-    """A legal configuration of the spec's first axis in which the products of `groups` are wgmma's."""
+def by_warpgroups(
+    spec: BlockSpec, groups: tuple[str, ...] = BOTH, math: str | None = None, engine: str = "wgmma", **changes: int
+) -> StagedConfig:
+    """A legal configuration of the spec's first axis in which the products of `groups` are wgmma's, or of another engine."""
     start = default(spec.problem(spec.axes[0]), TARGET, math, "mma")
     assert start is not None
     shape = {"warp_rows": 1, "across": 1, "sum_tile": 64, "down": 4, "warp_columns": 8, "stages": 2, "parts": 1, "blocks": 1} | changes
     values = {f"{group}_{name}": value for group in groups for name, value in shape.items()}
-    config = dataclasses.replace(start, **{f"{group}_engine": "wgmma" for group in groups}, **values)
+    config = dataclasses.replace(start, **{f"{group}_engine": engine for group in groups}, **values)
     assert not (reasons := StagedPlan(spec.problem(spec.axes[0]), config).reasons(TARGET)), reasons
     return config
 
 
-def rendered(spec: BlockSpec, groups: tuple[str, ...] = BOTH, **changes: int) -> Source:
-    return render(spec, {spec.axes[0]: by_warpgroups(spec, groups, **changes)})
+def rendered(spec: BlockSpec, groups: tuple[str, ...] = BOTH, engine: str = "wgmma", **changes: int) -> Source:
+    return render(spec, {spec.axes[0]: by_warpgroups(spec, groups, engine=engine, **changes)})
 
 
 def right(source: Source, cache: Path, order: str = "forward") -> bool:
@@ -55,10 +57,11 @@ def right(source: Source, cache: Path, order: str = "forward") -> bool:
     return holds(source, cache, order)
 
 
+@pytest.mark.parametrize("engine", ["wgmma", STREAMED])
 @pytest.mark.parametrize("dtype", DTYPE_MATHS)
 @pytest.mark.parametrize("groups", [("qkv",), ("out",), BOTH], ids="+".join)
-def test_each_product_agrees_with_float64(groups: tuple[str, ...], dtype: str, cache: Path) -> None:
-    source = rendered(dataclasses.replace(WIDE, dtype=dtype), groups, down=8, stages=3)
+def test_each_product_agrees_with_float64(groups: tuple[str, ...], dtype: str, engine: str, cache: Path) -> None:
+    source = rendered(dataclasses.replace(WIDE, dtype=dtype), groups, engine, down=8, stages=3)
     assert right(source, cache) and right(source, cache, "reverse")
 
 
@@ -71,7 +74,7 @@ def test_random_legal_configurations_agree_with_float64(seed: int, cache: Path) 
     spec = BlockSpec(
         dim, heads, draw.choice((1, 3, 17, 33)), draw.choice((2, 16, 31, 65)), batch=1, axes=axes, dtype=[*DTYPE_MATHS][seed % 3]
     )
-    start = by_warpgroups(spec)
+    start = dataclasses.replace(by_warpgroups(spec), **{f"{group}_engine": draw.choice(("wgmma", STREAMED)) for group in BOTH})
     for group in BOTH:
         names = [f"{group}_{name}" for name in ("down", "warp_columns", "stages", "parts")]
         for _ in range(200):
@@ -151,13 +154,31 @@ REST_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [*MUTANTS, *REST_MUTANTS])
+# Of products that stream operand A.
+STREAMED_MUTANTS = {
+    "rows are not copied": (r"add_bulk_copy\(to \+ group .*\n", ";\n"),
+    "the second warpgroup has the first one's rows": (r"rows\(buffer, warpgroup \* OPERANDS\)", "rows(buffer, 0)"),
+    "a tile of the sum is its neighbour": (r"piece\(4 \* group, sum_tile\)", "piece(4 * group, sum_tile / 2)"),
+    "a block's rows are the first block's": (r"operand \+ Product::piece\(first_tile, 0\)", "operand"),
+    "the output's rows are the first block's": (r"attended \+ Product::piece\(first_tile, 0\)", "attended"),
+    "streamed rows are swapped": (r"row_tile % 4 \* 16 \+ row, index", "row_tile % 4 * 16 + (row ^ 1), index"),
+    "rows g and g+8 of the result are swapped": (r"16 \+ 8 \* half \+ lane / 4, page", "16 + 8 - 8 * half + lane / 4, page"),
+    "weights have the sum in its own order": (r"k = k / 16 \* 16 .*\n", "\n"),
+    "no zeros behind the last row tile": (r"row_tile < end; \+\+row_tile\)", "row_tile <= at; ++row_tile)"),
+    "no zeros behind the last head": (r"head == C::HEADS - 1 \? Out::SUM / 16 : next", "next"),
+    "rows of the next step's buffer": (r"rows\(buffer, warpgroup", "rows(shared + (stage + 1) % P::STAGES * STEP, warpgroup"),
+}
+
+
+@pytest.mark.parametrize("fault", [*MUTANTS, *REST_MUTANTS, *STREAMED_MUTANTS])
 def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
     """The two types in turn; only float32 has rests."""
-    dtype = "bfloat16" if list(MUTANTS | REST_MUTANTS).index(fault) % 2 and fault not in REST_MUTANTS else "float32"
-    pattern, replacement = (MUTANTS | REST_MUTANTS)[fault]
+    faults = MUTANTS | REST_MUTANTS | STREAMED_MUTANTS
+    dtype = "bfloat16" if list(faults).index(fault) % 2 and fault not in REST_MUTANTS else "float32"
+    pattern, replacement = faults[fault]
     spec = dataclasses.replace(WIDE, dtype=dtype)
-    source = rendered(spec, down=8, parts=2)
+    groups = ("out",) if "behind the last" in fault else BOTH  # with both streamed, what is there is the tokens, whose zeros end likewise
+    source = rendered(spec, groups, STREAMED if fault in STREAMED_MUTANTS else "wgmma", down=8, parts=2)
     text, count = re.subn(pattern, replacement, source.text)
     assert count, f"the source no longer has {pattern!r}: write this mutant anew"
     try:
@@ -189,6 +210,7 @@ def test_wgmma_is_for_16_bit_operands_on_sm_90_in_whole_warpgroups() -> None:
     assert "a warpgroup is 4 warps" in objection(out_down=2)
     assert "is not of wgmma" in objection(out_warp_columns=6)
     assert "out_sum_tile 16" in objection(out_sum_tile=16)
+    assert "out_sum_tile 32: operand A is streamed in tiles of 64" in objection(out_engine=STREAMED, out_sum_tile=32)
     assert "out_warp_columns 16 exceeds 8 of mma" in objection(out_engine="mma", out_warp_columns=16)
     for arch in ("sm_80", "sm_100"):
         assert (start := default(BlockSpec(256, 8, 128, 256, 1).problem("row"), target(arch))) is not None
@@ -199,7 +221,8 @@ def test_a_search_starts_from_each_engine_and_keeps_to_it() -> None:
     problem = BlockSpec(256, 8, 128, 256, 1).problem("row")
     here = space(problem, TARGET, family="staged", fixed=parse_fixed(["math=fp16x3"]))
     engines = [(start.qkv_engine, start.out_engine) for start in here.starts() if isinstance(start, StagedConfig)]
-    assert engines[0] == ("wgmma", "wgmma") and len(set(engines)) == len(engines) == 4
+    assert engines[0] == ("wgmma", "wgmma") and len(set(engines)) == len(engines) == 5
+    assert (STREAMED, STREAMED) in engines
     assert len(alternatives(problem, target("sm_80"), "fp16x3")) == 1
     draw = random.Random(3)
     for start in here.starts():
@@ -224,20 +247,25 @@ def test_a_configuration_from_before_the_engines_is_one_of_mma() -> None:
         StagedConfig.from_dict({**old, "engine": "mma"})
 
 
+LARGE = ((256, 8, 128, 256), (512, 8, 128, 128), (64, 4, 512, 512), (128, 8, 65, 130), (768, 12, 64, 196), (1152, 16, 16, 256))
+
+
 @pytest.mark.parametrize("dtype", DTYPE_MATHS)
-@pytest.mark.parametrize("shape", [(256, 8, 128, 256), (512, 8, 128, 128), (64, 4, 512, 512), (128, 8, 65, 130), (768, 12, 64, 196)])
+@pytest.mark.parametrize("shape", LARGE)
 def test_defaults_of_large_blocks_are_of_wgmma_without_spills_or_conflicts(shape: tuple[int, int, int, int], dtype: str) -> None:
     spec = BlockSpec(*shape, batch=1, dtype=dtype, axes=("row",))
     config = default(spec.problem("row"), TARGET)
-    assert config is not None and (config.qkv_engine, config.out_engine) == ("wgmma", "wgmma")
+    long = shape[0] * (2 if dtype == "float32" else 1) >= 640
+    assert config is not None and config.qkv_engine == config.out_engine == (STREAMED if long else "wgmma")
     plan = StagedPlan(spec.problem("row"), config)
     for product in plan.packed.values():
         assert set(product.conflicts().values()) == {0}
-        assert product.buffers % 256 == product.b_tile % 256 == 0, "a swizzled matrix starts on 1024 bytes"
+        assert product.buffers % 256 == product.b_tile % 256 == product.a_tile % 256 == 0, "a swizzled matrix starts on 1024 bytes"
+        assert not product.streamed or product.columns * 16 * product.row_tiles >= 128 * 128, "little is read for each product"
     source = render(spec, {"row": config})
     assert source.arch(TARGET) == "sm_90a"
     used = compile_source(source, TARGET).resources
-    assert len(used) == 4 and not any(used[f"axial_{kernel}"].local_bytes for kernel in ("pack", "row_qkv", "row_out"))
+    assert len(used) == 4 + long and not any(used[f"axial_{kernel}"].local_bytes for kernel in ("pack", "row_qkv", "row_out"))
 
 
 @pytest.mark.parametrize("warp_columns", COLUMN_TILES)

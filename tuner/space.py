@@ -22,6 +22,7 @@ from codegen.config import Config, Value
 from codegen.families import FAMILIES, having, plan_of
 from codegen.sequence import DTYPE_MATHS, SequenceConfig, SequencePlan
 from codegen.spec import AxisProblem, BlockSpec, SpecError
+from codegen.staged import StagedPlan
 from codegen.target import Target
 
 FP32_TOLERANCE = 1e-5
@@ -310,5 +311,11 @@ def spaces(
 
 
 def preferred(found: Mapping[str, Mapping[str, Space]]) -> dict[str, Space]:
-    """Axis -> the space of the first family that serves it: `sequence` where a sequence fits a block."""
-    return {axis: next(iter(families.values())) for axis, families in found.items()}
+    """Axis -> the space of the first family that serves it: `sequence` where a sequence fits a block, unless its products are so long that
+    `staged` streams both operands."""
+
+    def streams(here: Space) -> bool:
+        plan = plan_of(here.problem, here.start)
+        return isinstance(plan, StagedPlan) and bool(plan.streamed)
+
+    return {axis: next(filter(streams, families.values()), next(iter(families.values()))) for axis, families in found.items()}

@@ -38,11 +38,14 @@ class _Block:
 
 
 def streamed_parts(plan: StagedPlan | ResidentPlan, resources: Mapping[str, Resources], target: Target) -> Parts:
-    """The parts of the time of an axis' kernels; resources: by stage ("qkv", "attention" and "out", or "block"; with post-norm "norm")."""
+    """The parts of the time of an axis' kernels; resources: by stage ("qkv", "attention" and "out", with "operand"
+    where a product streams it, or "block"; with post-norm "norm")."""
     if isinstance(plan, ResidentPlan):
         blocks = {"block": _whole(plan)}
     else:
         blocks = {"qkv": _product(plan, plan.qkv, True), "attention": _attention(plan), "out": _product(plan, plan.out, False)}
+        if plan.operand_kernel:
+            blocks["operand"] = _operand(plan)
     if plan.problem.block.post_norm:
         blocks["norm"] = _post_norm(plan)
     parts = [_parts(plan, block, plan.kernels[stage][0], resources[stage], target) for stage, block in blocks.items()]
@@ -84,6 +87,17 @@ def _parts(plan: StreamedPlan, block: _Block, threads: int, used: Resources, tar
     )
 
 
+def _operand(plan: StagedPlan) -> _Block:
+    """A token at a time for a group of lanes: x is read, and its operand written to scratch."""
+    block, row_tiles = plan.problem.block, plan.operand_row_tiles
+    tokens = plan.problem.sequences * plan.problem.length
+    rows = 16 * row_tiles
+    instructions = token_norm(block) * rows / (plan.kernels["operand"][0] // 32)
+    blocks = math.ceil(plan.problem.sequences * plan.tiles / row_tiles)
+    read = block.itemsize * rows * plan.dim
+    return _Block(blocks, instructions, 0.0, 0.0, read, L2_CYCLES, block.itemsize * tokens * plan.dim)
+
+
 def _post_norm(plan: StreamedPlan) -> _Block:
     """A token a warp: y is read and written."""
     block, tokens, warps = plan.problem.block, plan.problem.sequences * plan.problem.length, plan.norm_threads // 32
@@ -100,7 +114,7 @@ def _by_warpgroups(plan: StreamedPlan, p: WarpgroupProduct, first: bool) -> _Blo
     cost, tokens, itemsize = MATHS[plan.config.math], plan.problem.sequences * plan.problem.length, plan.problem.block.itemsize
     blocks = math.ceil(plan.problem.sequences * plan.tiles / p.row_tiles) * p.parts
     turns = math.ceil(p.column_tiles / p.parts)
-    steps, fill = turns * (p.sum // p.sum_tile), p.row_tiles * 16 * p.sum / p.threads
+    steps, fill = turns * (p.sum // p.sum_tile), 0.0 if p.streamed else p.row_tiles * 16 * p.sum / p.threads
     instructions = (
         steps * (40 + p.warp_rows * 4 * 6 * (2 * p.operands - 1))
         + turns * p.warp_rows * p.warp_columns * (12 + cost.split_pair)
@@ -109,9 +123,9 @@ def _by_warpgroups(plan: StreamedPlan, p: WarpgroupProduct, first: bool) -> _Blo
     tiles = p.row_tiles * turns * (p.sum // 8) * p.warp_columns
     # Per instruction, the unit reads 64 rows of A and all columns of B, 32 bytes of each.
     products = p.row_tiles // 4 * steps * 4 * (2 * p.operands - 1)
-    wavefronts = products * (64 + p.columns) * 32 / 128 + (steps * p.b_tile + p.buffers) / 32
-    read = 4.0 * steps * p.b_tile + itemsize * p.row_tiles * 16 * p.sum
-    moved = itemsize * tokens * plan.dim * (2 if not first and plan.problem.block.residual else 1)
+    wavefronts = products * (64 + p.columns) * 32 / 128 + (steps * (p.a_tile + p.b_tile) + p.buffers) / 32
+    read = 4.0 * steps * (p.a_tile + p.b_tile) + (0 if p.streamed else itemsize * p.row_tiles * 16 * p.sum)
+    moved = itemsize * tokens * plan.dim * (2 if not first and plan.problem.block.residual else 0 if first and p.streamed else 1)
     return _Block(blocks, instructions, tiles, wavefronts, read, L2_CYCLES * (2 + 0.05 * steps), moved)
 
 

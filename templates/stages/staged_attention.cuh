@@ -43,6 +43,19 @@ struct StreamedAttention {
     wait_for_copies<LEFT>();
   }
 
+{% if streaming %}
+  // Zeros where the output product, which streams whole tiles of the sum of all rows of a block, reads what no head has: behind the last head of row tile
+  // `at`, and behind the last row tile.
+  template <typename Out>
+  static __device__ __forceinline__ void pad_streamed(float* attended, int at, int head, int lane) {
+    constexpr float zeros[WarpgroupProduct<Out>::OPERANDS][4] = {};
+    const int row_tiles = gridDim.x / (GROUPS * C::HEADS) * C::TILES, end = at + 1 < row_tiles ? at + 1 : ceil_div(row_tiles, Out::ROW_TILES) * Out::ROW_TILES;
+    const int first = head * (STEPS / 2), next = first + STEPS / 2, pages = head == C::HEADS - 1 ? Out::SUM / 16 : next;
+    for (int row_tile = at; row_tile < end; ++row_tile)
+      for (int page = row_tile == at ? next : first; page < pages; ++page) WarpgroupProduct<Out>::store_streamed_fragment(attended, row_tile, page, lane, zeros);
+  }
+
+{% endif %}
   static __device__ __forceinline__ void run(const float* query, const float* key, const float* value, float* attended{% for term in spec.terms | declared %}, {{ term }}{% endfor %}, float* shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = blockIdx.x % GROUPS, unit = blockIdx.x / GROUPS, head = unit % C::HEADS, sequence = unit / C::HEADS;
@@ -77,6 +90,15 @@ struct StreamedAttention {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
       if (!EVEN && tile + row >= C::TILES) return;
+{% if streaming %}
+      if constexpr (C::STREAMED_OUT) {
+        softmax.result(row, [&](int step, const float(&quads)[C::Math::PAGES][4]) {
+          WarpgroupProduct<typename C::Out>::store_streamed_fragment(attended, sequence * C::TILES + tile + row, head * (STEPS / 2) + step, lane, quads);
+        });
+        pad_streamed<typename C::Out>(attended, sequence * C::TILES + tile + row, head, lane);
+        continue;
+      }
+{% endif %}
       softmax.finish(attended + (static_cast<long long>(sequence) * C::TILES + tile + row) * (C::HEADS * ROW_TILE), row, head, lane);
     }
   }

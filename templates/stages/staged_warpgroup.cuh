@@ -2,6 +2,9 @@
 // column tiles of COLUMNS, of which the PARTS blocks that share rows take every PARTS-th; the sum goes in tiles of SUM_TILE, one swizzled
 // row of 64 indices. Operand A stays in shared memory for all of the sum, in the order [rounded, rest][tile of the sum][row]. The weights
 // come as kernel 0 has packed them: what a step needs is one piece, brought into one of STAGES buffers by one bulk copy.
+{% if streaming %}
+// Where operand A is STREAMED, it comes likewise, ahead of the weights in the buffer: of each 64 rows one piece, in the order [rounded, rest][row].
+{% endif %}
 template <typename Math>
 struct HalfFormat;
 template <typename F, int N>
@@ -17,7 +20,7 @@ struct WarpgroupProduct {
   static constexpr int OPERANDS = HalfFormat<Math>::OPERANDS, TILES = P::WARP_COLUMN_TILES, ROWS = 16 * P::ROW_TILES;
   static constexpr int SUM_TILES = P::SUM / P::SUM_TILE, COLUMN_TILES = ceil_div(P::ALL_COLUMNS, P::COLUMNS);
   static constexpr int ROW = P::SUM_TILE / 2, B_OPERAND = P::COLUMNS * ROW;  // words of a row of a buffer, of an operand in it
-  static constexpr int A_INDICES = 2 * SWIZZLED_ROW, A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = P::SUM / A_INDICES * A_TILE;
+  static constexpr int A_INDICES = 2 * SWIZZLED_ROW, A_TILE = ROWS * SWIZZLED_ROW, A_OPERAND = {{ "P::STREAMED ? 64 * SWIZZLED_ROW : " if streaming }}P::SUM / A_INDICES * A_TILE;
 
   // N neighbouring indices from `index` on of a row, into operand A.
   template <int N>
@@ -50,21 +53,56 @@ struct WarpgroupProduct {
     }
   }
 
+{% if streaming %}
+  // What is streamed of a tile of the sum, in scratch [64 rows][tile of the sum] and in a buffer [64 rows]: PIECE words of 64 rows.
+  static constexpr int PIECE = OPERANDS * 64 * SWIZZLED_ROW, STREAMED_ROWS = P::STREAMED ? ROWS / 64 * PIECE : 0, STEP = STREAMED_ROWS + P::B_TILE;
+  static __device__ __forceinline__ long long piece(int row_tile, int sum_tile) { return (static_cast<long long>(row_tile / 4) * SUM_TILES + sum_tile) * PIECE; }
+
+  // store_row for row `row` of row tile `row_tile`, to where it is streamed from.
+  template <int N>
+  static __device__ __forceinline__ void store_streamed_row(float* a, int row_tile, int row, int index, const float (&values)[N]) {
+    store_row(a + piece(row_tile, index / A_INDICES), row_tile % 4 * 16 + row, index % A_INDICES, values);
+  }
+
+  // Fragment `page` of a row tile, of 16 rows and 16 indices, to there: a lane has words (g, k), (g+8, k), (g, k+8), (g+8, k+8). Four lanes write 32 bytes
+  // of a row, so that a tile of the sum has its indices in another order, which the weights are packed in as well.
+  static __device__ __forceinline__ void store_streamed_fragment(float* a, int row_tile, int page, int lane, const float (&quads)[OPERANDS][4]) {
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float words[2] = {quads[which][half], quads[which][2 + half]};
+        store(a + piece(row_tile, page / 4) + which * A_OPERAND + swizzled(row_tile % 4 * 16 + 8 * half + lane / 4, page % 4 * 16 + lane % 4 * 4), words);
+      }
+  }
+
+  static __device__ __forceinline__ void start(float* shared, const float* streamed_rows, const float* packed, int step, int part) {
+    const int stage = step % P::STAGES, sum_tile = step % SUM_TILES, tile = (part + step / SUM_TILES * P::PARTS) * SUM_TILES + sum_tile;
+    float *to = shared + P::BUFFERS + stage * STEP, *barrier = shared + P::BARRIERS + 2 * stage;
+    if constexpr (P::STREAMED) {
+#pragma unroll
+      for (int group = 0; group < ROWS / 64; ++group) add_bulk_copy(to + group * PIECE, streamed_rows + piece(4 * group, sum_tile), 4 * PIECE, barrier);
+    }
+    start_bulk_copy(to + STREAMED_ROWS, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, barrier);
+  }
+
+{% else %}
   static __device__ __forceinline__ void start(float* shared, const float* packed, int step, int part) {
     const int stage = step % P::STAGES, tile = (part + step / SUM_TILES * P::PARTS) * SUM_TILES + step % SUM_TILES;
     start_bulk_copy(shared + P::BUFFERS + stage * P::B_TILE, packed + static_cast<long long>(tile) * P::B_TILE, 4 * P::B_TILE, shared + P::BARRIERS + 2 * stage);
   }
 
-  // fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns, for which before(row_tile,
+{% endif %}
+  // {{ "streamed_rows: where the block's rows are streamed from, if they are; else " if streaming }}fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns, for which before(row_tile,
   // column) is called ahead of the products.
   template <typename Fill, typename Before, typename Store>
-  static __device__ __forceinline__ void run(float* shared, const float* packed, int part, Fill fill, Before before, Store store_result) {
+  static __device__ __forceinline__ void run(float* shared, {{ "const float* streamed_rows, " if streaming }}const float* packed, int part, Fill fill, Before before, Store store_result) {
     const int row_tile = threadIdx.x / 32, warpgroup = row_tile / 4;
     const int turns = (COLUMN_TILES - part + P::PARTS - 1) / P::PARTS, steps = turns * SUM_TILES;
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < P::STAGES; ++stage) init_barrier(shared + P::BARRIERS + 2 * stage);
       publish_barriers();
-      for (int step = 0; step < min(P::STAGES, steps); ++step) start(shared, packed, step, part);
+      for (int step = 0; step < min(P::STAGES, steps); ++step) start(shared, {{ "streamed_rows, " if streaming }}packed, step, part);
     }
     fill(shared);
     fence_async_proxy();
@@ -77,7 +115,13 @@ struct WarpgroupProduct {
       float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
+{% if streaming %}
+        const float* const buffer = shared + P::BUFFERS + stage * STEP;
+        const unsigned long long a = P::STREAMED ? rows(buffer, warpgroup * OPERANDS) : rows(shared, warpgroup) + tile_of_sum(sum_tile);
+        const unsigned long long b = matrix_descriptor<ROW>(buffer + STREAMED_ROWS);
+{% else %}
         const unsigned long long a = rows(shared, warpgroup) + tile_of_sum(sum_tile), b = matrix_descriptor<ROW>(shared + P::BUFFERS + stage * P::B_TILE);
+{% endif %}
         wait_for_bulk_copy(shared + P::BARRIERS + 2 * stage, round % 2);
         wgmma_fence();
 #pragma unroll
@@ -92,7 +136,7 @@ struct WarpgroupProduct {
         wgmma_commit();
         wgmma_wait<1>();
         __syncthreads();  // the step before is done for all, and its buffer is free
-        if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, packed, step - 1 + P::STAGES, part);
+        if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, {{ "streamed_rows, " if streaming }}packed, step - 1 + P::STAGES, part);
         if (++stage == P::STAGES) stage = 0, ++round;
       }
       wgmma_wait<0>();

@@ -11,7 +11,7 @@ __device__ __forceinline__ void warpgroup_output(const float* attended, {{ "cons
   const float* rows = attended + static_cast<long long>(first_tile) * (PAGES * 128);
   OutputTiles<C, P::WARP_COLUMN_TILES> tiles;
   Product::run(
-      shared, packed, part,
+      shared, {{ "nullptr, " if streaming }}packed, part,
       [&](float* a) {
 #pragma unroll 4
         for (int at = threadIdx.x / 32; at < P::ROW_TILES * PAIRS; at += P::THREADS / 32) {

@@ -9,7 +9,7 @@ __device__ __forceinline__ void warpgroup_qkv({{ (["const Element* x"] + norms |
   const int part = blockIdx.x % P::PARTS, first_tile = static_cast<int>(blockIdx.x / P::PARTS) * P::ROW_TILES, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) wait_for_previous_kernel();  // the weights are packed; the barrier behind fill has all threads behind this
   Product::run(
-      shared, packed, part,
+      shared, {{ "nullptr, " if streaming }}packed, part,
       [&](float* a) {
         normalise_by_groups<C>({{ (["x"] + norms | list) | join(", ") }}, first_tile, row_tiles,
                                [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { Product::store_row(a, 16 * row_tile + row, channel, values); });

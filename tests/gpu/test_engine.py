@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen import resident
+from codegen import resident, staged
 from codegen.render import Kernel, Source, render
 from codegen.sequence import DTYPE_MATHS, SequenceConfig, alternatives, default
 from codegen.spec import DTYPES, BlockSpec
@@ -104,6 +104,19 @@ def test_resident_kernels_are_verified_and_measured(backend, shape, dtype):
     candidates = [Candidate(spec, {axis: config or starts[axis][0] for axis, config in pair.items()}) for pair in pairs]
     for outcome in backend.evaluate(candidates):
         assert outcome.status == OK and outcome.timing is not None, f"{outcome.candidate.configs}: {outcome.cause}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(768, 12, 16, 196), (320, 8, 5, 65), (72, 3, 9, 117), (64, 1, 1, 4100)])
+def test_streamed_products_are_verified_and_measured(backend, shape, dtype):
+    """Row tiles and tiles of the sum that are not full; the last has more keys than sums go on over."""
+    if not backend.target.warpgroup_products:
+        pytest.skip(f"{backend.target.arch} has no wgmma")
+    spec = BlockSpec(*shape, batch=2, dtype=dtype)
+    math = staged.DTYPE_MATHS[dtype][0]
+    configs = {axis: staged.default(spec.problem(axis), backend.target, math, staged.STREAMED) for axis in spec.axes}
+    (outcome,) = backend.evaluate([Candidate(spec, configs)])
+    assert outcome.status == OK and outcome.timing is not None, outcome.cause
 
 
 def healthy(backend: GpuBackend) -> Outcome:
