@@ -43,6 +43,8 @@ _FP16X3 = (
     "below 1e-11 is lost."
 )
 _WIDTH = 120
+PIECE_BYTES = 256
+"""Scratch buffers start on multiples of it: sectors, lines and what copies ask for divide it."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,14 @@ def module_text(source: Source, configs: Mapping[str, Config], provenance: Prove
         raise SpecError(f"a module cannot use {use!r}: choose one of {', '.join((KERNELS, *FORMS))}")
     provenance = provenance.acceptable()
     axes = {("row", "col"): "row attention, then column attention", ("row",): "row attention", ("col",): "column attention"}[spec.axes]
+    pieces, each, fixed = _pieces(source)
     env = environment()
     launch = env.get_template("module/launch.cpp.j2").render(
         spec=spec,
         kernels=source.kernels,
-        scratch=source.scratch,
-        packed=source.packed,
+        pieces=pieces,
+        each=each // spec.itemsize,
+        fixed=fixed // spec.itemsize,
         calls=[_call(kernel, spec) for kernel in source.kernels],
         parameters=[f"{axis}_{part}" for axis in spec.axes for part in spec.parameters],
         sizes={part: (*parameter_shapes(spec)[f"{spec.axes[0]}_{part.replace('_', '.')}"], 0)[:2] for part in spec.parameters},
@@ -283,6 +287,23 @@ def update_index(directory: Path | str) -> Path:
     path = Path(directory) / INDEX
     replace_file(path, json.dumps(entries, indent=2) + "\n")
     return path
+
+
+def _pieces(source: Source) -> tuple[list[tuple[str, int, int]], int, int]:
+    """The source's scratch buffers in one: (name, where it starts: bytes for an image of the batch, and bytes), on multiples of
+    PIECE_BYTES, and the bytes of all of them, for an image and whatever the batch."""
+
+    def whole(elements: int) -> int:
+        return -(-elements * source.spec.itemsize // PIECE_BYTES) * PIECE_BYTES
+
+    pieces, each, fixed = [], 0, 0
+    for name, elements in source.packed:
+        pieces.append((name, 0, fixed))
+        fixed += whole(elements)
+    for name, elements in source.scratch:
+        pieces.append((name, each, fixed))
+        each += whole(elements)
+    return pieces, each, fixed
 
 
 def _stated(kernel: Kernel) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def test_one_kernel_packs_for_both_axes(dtype: str, col: tuple[str, ...], cache:
     assert pack.tensor(source.spec, "row_qkv_weight") == "row_qkv.weight"
     assert right(source, cache)
     text = write_module(tmp_path, source, configs, PREDICTED, TARGET).read_text()
-    assert text.count("launch_kernel(config, kernel, {data(row_qkv_weight), data(row_out_weight), ") == 1
+    assert text.count("launch_kernel(how, handles, {data(row_qkv_weight), data(row_out_weight), ") == 1
     assert read_module(next(tmp_path.glob("axial_*.py"))).source == source
 
 

@@ -1,8 +1,8 @@
 // Stands for PyTorch's stable C++ interface, as far as a module's launching code uses it: tensors are places with sizes.
 #pragma once
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace torch {
@@ -20,6 +20,8 @@ struct Tensor {
   };
   std::shared_ptr<Place> place;
 
+  Tensor(std::shared_ptr<Place> place) : place(std::move(place)) {}
+  explicit Tensor(Place* owned) : place(owned) {}
   bool is_cuda() const { return place->device >= 0; }
   int32_t get_device_index() const { return place->device; }
   headeronly::ScalarType scalar_type() const { return place->type; }
@@ -36,7 +38,6 @@ inline Tensor made(const Tensor& like, std::vector<int64_t> sizes) {
   next_address += 0x100;
   return {std::make_shared<Tensor::Place>(Tensor::Place{std::move(sizes), like.place->type, like.place->device, true, next_address})};
 }
-inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes) { return made(like, sizes); }
 inline Tensor contiguous(const Tensor& t) { return made(t, t.place->sizes); }
 inline Tensor clone(const Tensor& t) { return made(t, t.place->sizes); }
 namespace accelerator {
