@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
 import torch
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
 
 from codegen.reference import random_input, random_weights
 from codegen.spec import BlockSpec
@@ -72,6 +76,128 @@ def test_a_weight_changed_before_backward_is_an_error_not_a_wrong_gradient(cuda_
         model.row_qkv.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def same_gradients(found: nn.Module, expected: nn.Module, inputs: Callable[[], torch.Tensor] = images) -> None:
+    """Of a step of both: parameters that get none get none in both."""
+    for model in (found, expected):
+        model.zero_grad()
+        model(inputs()).square().sum().backward()
+    for got, want in zip(found.parameters(), expected.parameters(), strict=True):
+        assert (got.grad is None) == (want.grad is None)
+        if got.grad is not None and want.grad is not None:
+            close(got.grad, want.grad, 1e-3)
+
+
+def freeze(model: nn.Module) -> None:
+    model.row_qkv.weight.requires_grad_(False)
+
+
+def thaw(model: nn.Module) -> None:
+    model.requires_grad_()
+
+
+def replace(model: nn.Module) -> None:
+    model.col_out.weight = nn.Parameter(model.col_out.weight.detach() * 0.5)
+
+
+def step(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+
+
+def to_another_type_and_back(model: nn.Module) -> None:
+    model.double().float()
+
+
+def to_another_type_with_a_call(model: nn.Module) -> None:
+    model.double()
+    model(images().double()).sum().backward()
+    model.float()
+
+
+def with_nothing_to_train(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model(images())
+    model.requires_grad_()
+
+
+CHANGES = (freeze, thaw, replace, step, to_another_type_and_back, to_another_type_with_a_call, with_nothing_to_train)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_gradients_follow_what_becomes_of_parameters_between_calls(change: Callable[[nn.Module], None], cuda_path: ModuleType) -> None:
+    """What stands for a module's parameters in graphs is kept from call to call while they are the same."""
+    expected, model = pair(cuda_path)
+    same_gradients(model, expected)
+    for each in (change, step, thaw):
+        for m in (model, expected):
+            each(m)
+        same_gradients(model, expected)
+
+
+def test_one_module_twice_in_a_graph_and_two_graphs_at_once(cuda_path: ModuleType) -> None:
+    expected, model = pair(cuda_path)
+    for m in (expected, model):
+        first, second = m(m(images())).sum(), m(images(seed=3)).square().sum()
+        second.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+    for got, want in zip(model.parameters(), expected.parameters(), strict=True):
+        close(got.grad, want.grad, 1e-3)
+    same_gradients(model, expected)
+
+
+def test_hooks_of_parameters_see_each_gradient_once(cuda_path: ModuleType) -> None:
+    _, model = pair(cuda_path)
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: seen.append(f"hook {name}"))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: seen.append(f"accumulated {name}"))
+    for _ in range(2):
+        seen.clear()
+        model(images()).sum().backward()
+        assert sorted(seen) == sorted(f"{kind} {name}" for name, _ in model.named_parameters() for kind in ("hook", "accumulated"))
+
+
+def test_a_checkpoint_and_a_part_of_the_gradients(cuda_path: ModuleType) -> None:
+    expected, model = pair(cuda_path)
+    for m in (model, expected):
+        checkpoint(m, images().requires_grad_(), use_reentrant=False).square().sum().backward()
+    for got, want in zip(model.parameters(), expected.parameters(), strict=True):
+        close(got.grad, want.grad, 1e-3)
+    parts = [torch.autograd.grad(m(images()).square().sum(), [m.col_norm.bias, m.row_out.weight]) for m in (model, expected)]
+    for got, want in zip(*parts, strict=True):
+        close(got, want, 1e-3)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available() or not distributed.is_gloo_available(), reason="PyTorch was built without gloo")
+@pytest.mark.parametrize("before", [False, True], ids=["new", "after a call"])
+@pytest.mark.parametrize("unused", [False, True])
+def test_distributed_data_parallel_finds_every_parameter(before: bool, unused: bool, cuda_path: ModuleType, group: None) -> None:
+    expected, model = pair(cuda_path)
+    if before:
+        model(images()).sum().backward()
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
+    for _ in range(2):
+        same_gradients(parallel, expected)
+
+
+def test_a_module_that_is_gone_leaves_nothing(cuda_path: ModuleType) -> None:
+    gc.collect()
+    before = len(cuda_path._gathered)
+    _, model = pair(cuda_path)
+    model(images()).sum().backward()
+    assert len(cuda_path._gathered) == before + 1
+    del model
+    gc.collect()
+    assert len(cuda_path._gathered) == before
 
 
 def test_gradients_by_finite_differences(module: ModuleType) -> None:
