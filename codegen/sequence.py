@@ -262,7 +262,8 @@ class SequencePlan:
         """`normed` is LayerNorm's result; `query` also (in registers: only) receives the attention's result; `key` and `value` are there
         where these are shared; `kept` is x, if kept; `qkv_weight` and `out_weight` are those, if shared. The rows of normed, query and
         key are fragments of 16 rows by 8 columns; those of value and kept are tokens, of kept eight of them in the order of kept_place;
-        those of the weights are a product's columns, with padded heads and channels as zeros."""
+        those of the weights are a product's columns, with padded heads and channels as zeros. Rows are padded against bank conflicts, but
+        those of weights swizzled where they are whole lines of shared memory, so that their copies have none either."""
         c = self.config
         return _layout(
             self.config.math, self.rows, self.padded_dim, self.inner, self.dim, self.problem.block.itemsize,
@@ -387,7 +388,7 @@ def _layout(
             ("out_weight", ceil_div(dim, 8) * 8, inner * itemsize // 4, 2),
         ):
             buffers.append((name, columns, words, weight_accesses(itemsize, each, words)))
-    return stack(buffers, padded)
+    return stack(buffers, padded, copied=("qkv_weight", "out_weight"))
 
 
 def default(problem: AxisProblem, target: Target, math: str | None = None) -> SequenceConfig | None:

@@ -20,7 +20,7 @@ from codegen.spec import DTYPES as ELEMENTS
 from codegen.spec import BlockSpec
 from codegen.target import target
 from emulated import right, source_of
-from tuner.emulator import Emulator
+from tuner.emulator import Emulator, SharedTraffic
 
 SM90 = target("sm_90")
 DTYPES = {"fp16x3": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -83,15 +83,20 @@ def test_kept_tokens_change_places_within_eight() -> None:
     assert [kept_place(g) for g in range(8)] == [0, 4, 2, 6, 1, 5, 3, 7]
 
 
-def conflicts(source: Source, cache: Path) -> dict[str, float]:
-    """Kernel -> the part of its wavefronts that bank conflicts add, of the accesses that a run executes."""
+def traffic(source: Source, cache: Path) -> list[SharedTraffic]:
+    """Of the accesses that a run of one image executes."""
     generator = torch.Generator().manual_seed(1)
     weights, x = random_weights(source.spec, generator), random_input(source.spec, generator, batch=1)
+    return Emulator(source, cache).shared_traffic(x, weights)
+
+
+def conflicts(source: Source, cache: Path) -> dict[str, float]:
+    """Kernel -> the part of its wavefronts that bank conflicts add, of the accesses that a run executes."""
     wavefronts: Counter[str] = Counter()
     added: Counter[str] = Counter()
-    for traffic in Emulator(source, cache).shared_traffic(x, weights):
-        wavefronts[traffic.kernel] += traffic.wavefronts
-        added[traffic.kernel] += traffic.conflicts
+    for found in traffic(source, cache):
+        wavefronts[found.kernel] += found.wavefronts
+        added[found.kernel] += found.conflicts
     return {kernel: added[kernel] / count for kernel, count in wavefronts.items()}
 
 

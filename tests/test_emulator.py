@@ -80,6 +80,15 @@ ACCESSES = {  # a warp's access -> its wavefronts, and those of them that confli
     "copy_async<16>(shared + 4 * t, x, false); commit_copies(); wait_for_copies<0>();": (4, 0),
     "copy_async<4>(shared + 4 * t, x, false); commit_copies(); wait_for_copies<0>();": (4, 3),
 }
+SPLITS = {  # a warp's copy of x, by 16 bytes a lane -> writes that are more than its lines of global memory
+    "shared + 4 * t, x + 4 * t": 0,
+    "shared + 4 * (t ^ t / 8), x + 4 * t": 0,
+    "shared + 4 * t + 4 * (t / 8), x + 4 * t": 3,
+    "shared + 4 * t + 8, x + 4 * t": 4,
+    "shared + 4 * t + 4, x + 4 * t + 4": 0,
+    "shared + 32 * t, x + 4 * t": 28,
+    "shared + 32 * t, x + 4 * t, t % 8 == 0": 0,
+}
 
 
 @pytest.mark.parametrize("access", ACCESSES)
@@ -89,6 +98,15 @@ def test_wavefronts_and_conflicts_of_an_access_are_counted(access: str, cache: P
     (found,) = Emulator(source, cache).shared_traffic(random_input(SPEC, generator), random_weights(SPEC, generator))
     assert (found.kernel, found.lines) == ("axial_row", (5,))
     assert (found.wavefronts, found.conflicts) == tuple(2 * n for n in ACCESSES[access])  # of two blocks
+
+
+@pytest.mark.parametrize("copied", SPLITS)
+def test_lines_that_copies_split_are_counted(copied: str, cache: Path) -> None:
+    real = "" if copied.count(", ") > 1 else ", true"
+    source = source_of(f"  copy_async<16>({copied}{real}); commit_copies(); wait_for_copies<0>();\n", threads=32, shared=8192)
+    generator = torch.Generator().manual_seed(3)
+    (found,) = Emulator(source, cache).shared_traffic(random_input(SPEC, generator), random_weights(SPEC, generator))
+    assert found.splits == 2 * SPLITS[copied]
 
 
 def test_a_word_that_lanes_share_is_read_once(cache: Path) -> None:

@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 
 from codegen.config import Config
 from codegen.families import FAMILIES
-from codegen.layout import padded_stride
+from codegen.layout import padded_stride, stack, swizzled
 from codegen.render import Source, render
 from codegen.sequence import DTYPE_MATHS, HALF_PARTS, SequenceConfig, SequencePlan, alternatives, default, weight_accesses
 from codegen.spec import BlockSpec
 from emulated import TARGET, right, source_of
-from test_conflicts import conflicts
+from test_conflicts import conflicts, traffic
 from test_mutants import Mutant, caught, edited
 from tuner.space import space
 from tuner.trial import Resources
 from tuner.work import parts
 
 RAGGED = BlockSpec(dim=24, heads=2, height=3, width=19, batch=1, axes=("row",))  # head_dim 12 in 16, 24 channels in 32, 19 tokens in 32
+LINES = BlockSpec(dim=64, heads=4, height=1, width=19, batch=1, axes=("row",))  # rows of two lines
 BOTH = dataclasses.replace(RAGGED, height=4, width=5, axes=("row", "col"))
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -92,19 +93,72 @@ def test_a_family_beside_it_copies_too(cache: Path) -> None:
 @pytest.mark.parametrize("dim, heads, dtype", [(64, 4, "bfloat16"), (128, 8, "bfloat16"), (64, 4, "float32"), (72, 3, "float16")])
 def test_kernels_with_shared_weights_run_without_conflicts(dim: int, heads: int, dtype: str, cache: Path) -> None:
     spec = BlockSpec(dim, heads, 2, 32, 1, dtype, ("row",))
-    assert conflicts(shared(spec), cache)["axial_row"] < 0.02
+    source = shared(spec)
+    assert conflicts(source, cache)["axial_row"] < 0.02
     plain = conflicts(shared(spec, padding=False), cache)["axial_row"]
-    assert plain > 0.02, "rows that are not padded would conflict"
+    assert plain > 0.02, "rows that are neither padded nor swizzled would conflict"
+    copied = sum(found.splits for found in traffic(source, cache))
+    assert (copied > 0) == (dim == 72), "copies would split lines if rows were padded"
 
 
-@given(st.sampled_from((2, 4)), st.sampled_from((2, 4)), st.integers(1, 96))
+@pytest.mark.parametrize("dim, head_dim, dtype", [(32, None, "float32"), (64, 16, "bfloat16")])
+def test_a_warp_copies_half_of_eight_rows_at_once(dim: int, head_dim: int | None, dtype: str, cache: Path) -> None:
+    """Alone, so that the pattern of its rows differs from turn to turn."""
+    source = shared(BlockSpec(dim, 1, 2, 17, 1, dtype, ("row",), head_dim=head_dim), heads="registers", sequences=1)
+    assert source.kernels[0].threads == 32 and "QKV_WEIGHT_SWIZZLE = 0" not in source.text
+    assert right(source, cache)
+
+
+@pytest.mark.parametrize("part, of_each", [("QKV", 3), ("OUT", 7 / 2)])
+def test_copies_to_padded_rows_would_split_lines(part: str, of_each: float, cache: Path) -> None:
+    """As they did: 7 and 7.5 wavefronts a copy of a warp at `seed` in bfloat16. Its weights are 192 and 64 columns of 8 pieces."""
+    source = shared(BlockSpec(64, 4, 1, 32, 1, "bfloat16", ("row",)), sequences=1)
+    padding = {"QKV": 16, "OUT": 8}[part]
+    padded = edited(
+        source,
+        rf"{part}_WEIGHT_STRIDE = 64, {part}_WEIGHT_SWIZZLE = \d",
+        f"{part}_WEIGHT_STRIDE = {64 + padding}, {part}_WEIGHT_SWIZZLE = 0",
+    )
+    if part == "QKV":
+        padded = edited(padded, r"OUT_WEIGHT = (\d+)", rf"OUT_WEIGHT = \1 + {192 * padding // 2}")
+    (kernel,) = padded.kernels
+    padded = dataclasses.replace(padded, kernels=(dataclasses.replace(kernel, shared_bytes=kernel.shared_bytes + 2 * 192 * padding),))
+    copies = {"QKV": 192, "OUT": 64}[part] * 8 / 32
+    assert sum(found.splits for found in traffic(padded, cache)) == of_each * copies
+
+
+@given(st.sampled_from((2, 4)), st.sampled_from((2, 4)), st.integers(1, 96), st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
-def test_weights_are_read_and_copied_without_conflicts(itemsize: int, fragment: int, sixteens: int) -> None:
+def test_weights_are_read_and_copied_without_conflicts(itemsize: int, fragment: int, sixteens: int, before: int) -> None:
+    """In whole lines by a swizzle, the words of a lane's load, and else by padding."""
     columns = sixteens * 16 * itemsize // 4
     accesses = weight_accesses(itemsize, fragment, columns)
-    stride = padded_stride(columns, accesses)
-    assert stride < columns + 32 and accesses[0].conflicts(stride) == 0
-    assert accesses[1].conflicts(stride) <= (0 if columns % 32 == 0 else 4)
+    layout = stack([("before", before, 4, ()), ("weight", 8, columns, accesses)], True, copied=("weight",))
+    weight = layout["weight"]
+    found = tuple(weight.conflicts().values())
+    assert found[0] == 0 and layout.bytes == 4 * (weight.offset + 8 * weight.stride)
+    if columns % 32 == 0:
+        assert (weight.swizzle, weight.stride, found[1], weight.offset % 32) == (fragment * itemsize // 4, columns, 0, 0)
+    else:
+        assert weight.swizzle == 0 and weight.stride == padded_stride(columns, accesses) < columns + 32 and found[1] <= 4
+
+
+def test_a_swizzle_moves_pieces_within_their_line() -> None:
+    for swizzle in (0, 1, 2, 4):
+        for row in range(16):
+            places = [swizzled(row, column, swizzle) for column in range(64)]
+            assert sorted(places) == list(range(64)) and all(place // 32 == column // 32 for column, place in enumerate(places))
+            assert all(place % 4 == column % 4 for column, place in enumerate(places))
+    assert [swizzled(row, 0, 2) // 4 for row in range(8)] == [0, 2, 4, 6, 0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("part, swizzle", [("QKV", 2), ("OUT", 1)])
+def test_another_swizzle_is_as_right_but_conflicts(part: str, swizzle: int, cache: Path) -> None:
+    source = shared(BlockSpec(64, 4, 2, 32, 1, "bfloat16", ("row",)))
+    assert f"{part}_WEIGHT_SWIZZLE = {swizzle};" in source.text
+    for other in {0, 1, 2, 4} - {swizzle}:
+        changed = edited(source, rf"{part}_WEIGHT_SWIZZLE = \d", f"{part}_WEIGHT_SWIZZLE = {other}")
+        assert right(changed, cache) and conflicts(changed, cache)["axial_row"] > 0.02, other
 
 
 WRONG, UNWRITTEN = ("wrong", "out_of_bounds", "misaligned"), ("race", "uninitialised", "wrong")
@@ -118,11 +172,18 @@ FAULTS = tuple(
         ("heads of the output side by side", r"column \* C::HEADS \+ k / C::PADDED_HEAD_DIM", "column * C::HEADS + k / 8", RAGGED, WRONG),
         (
             "the first head's weights for all",
-            r"column \* C::QKV_WEIGHT_STRIDE \+ k\)",
-            "column % 16 * C::QKV_WEIGHT_STRIDE + k)",
+            r"qkv_place\(column - within_tile,",
+            "qkv_place((column - within_tile) % 16,",
             RAGGED,
             WRONG,
         ),
+        ("QKV weights copied in order", r"qkv_place<LINE>\(first, row, k\)", "(first + row) * C::QKV_WEIGHT_STRIDE + k", RAGGED, WRONG),
+        ("output weights copied in order", r"out_place<LINE>\(first, row, k\)", "(first + row) * C::OUT_WEIGHT_STRIDE + k", RAGGED, WRONG),
+        ("QKV weights read in order", r"SharedWeights<C>::qkv_place\([^)]*\)", "column * C::QKV_WEIGHT_STRIDE + k", RAGGED, WRONG),
+        ("output weights read in order", r"SharedWeights<C>::out_place\([^)]*\)", "column * C::OUT_WEIGHT_STRIDE + k", RAGGED, WRONG),
+        ("another swizzle for copies", r"qkv_place<LINE>\(first, row, k\)", "qkv_place<LINE>(first, row ^ 1, k ^ 4)", RAGGED, WRONG),
+        ("places added instead of flipped", r"\(lane \^ at % LINE\)", "(lane + at % LINE)", RAGGED, (*WRONG, *UNWRITTEN)),
+        ("one line for all", r"at / LINE \* LINE", "0", LINES, (*WRONG, *UNWRITTEN)),
         ("weights that overlap", r"OUT_WEIGHT = (\d+)", r"OUT_WEIGHT = \1 - 64", RAGGED, UNWRITTEN),
         ("rows too near", r"QKV_WEIGHT_STRIDE = (\d+)", "QKV_WEIGHT_STRIDE = 28", RAGGED, (*UNWRITTEN, *WRONG)),
         ("pieces that nobody copies", r"turn < TURNS", "turn < TURNS - 1", RAGGED, UNWRITTEN),

@@ -118,7 +118,7 @@ def test_many_keys_are_summed_as_accurately_as_few(cache: Path) -> None:
     for many in (MANY_KEYS, spec.width):
         with mock.patch("codegen.streamed_plan.MANY_KEYS", many):
             errors[many] = error_of(render(spec, {"row": start}), cache)
-    assert errors[MANY_KEYS] < 1e-6 < 2 * errors[MANY_KEYS] < errors[spec.width], errors
+    assert errors[MANY_KEYS] < 1e-6 and 2 * errors[MANY_KEYS] < errors[spec.width], errors
 
 
 SOME = [

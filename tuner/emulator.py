@@ -81,12 +81,14 @@ class EmulationError(RuntimeError):
 @dataclass(frozen=True)
 class SharedTraffic:
     """What the accesses to shared memory from one place of the source took in one kernel: wavefronts, and those of them that bank conflicts
-    added. lines: of the access, and of the calls around it up to the kernel's."""
+    added; splits: what asynchronous copies of 16 bytes add where a line of global memory comes to lie in several lines of shared
+    memory, which `conflicts` does not contain. lines: of the access, and of the calls around it up to the kernel's."""
 
     kernel: str
     lines: tuple[int, ...]
     wavefronts: int
     conflicts: int
+    splits: int
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,10 @@ class Emulator:
         size, but neither bulk copies nor the operands of products."""
         found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for text in self._run(x, weights, "forward", False, True)[1].splitlines():
-            kernel, kind, place, wavefronts, conflicts = text.split()
-            total = found.setdefault((kernel, (int(place),) if kind == "line" else lines_of(self._with_lines, int(place))), [0, 0])
-            total[0] += int(wavefronts)
-            total[1] += int(conflicts)
+            kernel, kind, place, *counts = text.split()
+            total = found.setdefault((kernel, (int(place),) if kind == "line" else lines_of(self._with_lines, int(place))), [0, 0, 0])
+            for which, count in enumerate(counts):
+                total[which] += int(count)
         return [SharedTraffic(kernel, lines, *total) for (kernel, lines), total in found.items()]
 
     def _run(self, x: Tensor, weights: Mapping[str, Tensor], order: str, check_races: bool, count: bool) -> tuple[Tensor, str]:

@@ -29,7 +29,7 @@ struct HeadRegisters {
       const int column = (matrix(portion, j / 2) * C::HEADS + head()) * C::PADDED_HEAD_DIM + 16 * (portion / TURNS) + 8 * (j % 2) + within_tile;
 {% if shares %}
       if constexpr (C::WEIGHTS_SHARED) {
-        load(to, weight + column * C::QKV_WEIGHT_STRIDE + k);
+        load(to, weight + SharedWeights<C>::qkv_place(column - within_tile, within_tile, k));
         return;
       }
 {% endif %}

@@ -17,7 +17,7 @@ struct OutProduct {
       const int column = (group * C::OUT_COLUMNS + j) * 8 + within_tile;
 {% if shares %}
       if constexpr (C::WEIGHTS_SHARED) {
-        load(to, weight + column * C::OUT_WEIGHT_STRIDE + k);
+        load(to, weight + SharedWeights<C>::out_place(column - within_tile, within_tile, k));
         return;
       }
 {% endif %}

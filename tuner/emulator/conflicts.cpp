@@ -1,6 +1,8 @@
 // Bank conflicts of the accesses to shared memory that a run executes, by the model of codegen/layout.py: 32 banks of 4 bytes; a warp's 4-byte
 // accesses are served together, 8-byte ones by half warps and 16-byte ones by quarter warps; a group takes as many wavefronts as its fullest
-// bank has distinct words. Lanes go together that reach a place of the program as often since they last met, at a barrier or a collective.
+// bank has distinct words. Of asynchronous copies also those writes are counted into which lines of global memory are split: what a warp copies of
+// 128 bytes of these arrives together, and is written once for each 128 bytes of shared memory that it touches.
+// Lanes go together that reach a place of the program as often since they last met, at a barrier or a collective.
 #include <algorithm>
 #include <map>
 #include <tuple>
@@ -17,6 +19,7 @@ namespace {
 
 struct Instruction {  // one execution by a warp
     std::uint32_t active = 0, words[lanes];  // of each active lane: its first word
+    std::uintptr_t lines[lanes];             // and the line of global memory that it copies from, or 0
 };
 
 struct Key {
@@ -34,7 +37,7 @@ struct Site {  // a place of the program where a warp is between two meetings
 };
 
 struct Total {
-    long long wavefronts, conflicts;
+    long long wavefronts, conflicts, splits;
 };
 
 using Place = std::pair<const Kernel*, std::uintptr_t>;
@@ -43,7 +46,17 @@ std::map<Place, Total> totals;
 std::uint32_t counted_epoch;
 const Kernel* counted_kernel;
 
+void add_splits(const Instruction& instruction, Total& total) {
+    std::vector<std::pair<std::uintptr_t, std::uint32_t>> writes;  // line of global memory, line of shared memory
+    for (int lane = 0; lane < lanes; ++lane)
+        if (instruction.active >> lane & 1 && instruction.lines[lane]) writes.emplace_back(instruction.lines[lane], instruction.words[lane] / 32);
+    std::sort(writes.begin(), writes.end());
+    writes.erase(std::unique(writes.begin(), writes.end()), writes.end());
+    for (std::size_t i = 1; i < writes.size(); ++i) total.splits += writes[i].first == writes[i - 1].first;
+}
+
 void add(const Site& site, const Instruction& instruction, Total& total) {
+    add_splits(instruction, total);
     std::vector<std::uint32_t> words;
     const int group = lanes / site.width;
     for (int start = 0; start < lanes; start += group) {
@@ -69,7 +82,7 @@ void add_up() {
 
 }  // namespace
 
-void count_access(std::size_t offset, std::size_t bytes, std::uintptr_t place) {
+void count_access(std::size_t offset, std::size_t bytes, std::uintptr_t place, std::uintptr_t line) {
     if (counted_epoch != now.epoch) add_up();
     counted_epoch = now.epoch, counted_kernel = here.kernel;
     Site& site = sites[{place, here.thread / lanes, meetings[here.thread]}];
@@ -79,19 +92,20 @@ void count_access(std::size_t offset, std::size_t bytes, std::uintptr_t place) {
     if (index == site.instructions.size()) site.instructions.emplace_back();
     Instruction& instruction = site.instructions[index];
     instruction.active |= 1u << lane;
-    instruction.words[lane] = std::uint32_t(offset / 4);
+    instruction.words[lane] = std::uint32_t(offset / 4), instruction.lines[lane] = line;
 }
 
-// In cuda_host.h an asynchronous copy is a loop over words; for the banks it is one access.
-void count_copy(const void* to, int bytes, int line) {
+// In cuda_host.h an asynchronous copy is a loop over words; for the banks it is one access. Copies of less than 16 bytes go another way, through L1.
+void count_copy(const void* to, const void* from, int bytes, int line) {
     const std::size_t offset = std::size_t(static_cast<const char*>(to) - reinterpret_cast<const char*>(shared));
-    if (count_conflicts && offset < max_shared_bytes) count_access(offset, std::size_t(bytes), std::uintptr_t(line) | by_line);
+    if (!count_conflicts || offset >= max_shared_bytes) return;
+    count_access(offset, std::size_t(bytes), std::uintptr_t(line) | by_line, bytes == 16 ? std::uintptr_t(from) / 128 : 0);
 }
 
 void report_conflicts() {
     add_up();
     for (const auto& [place, total] : totals)
-        report_total(place.first->name, place.second & ~by_line, place.second & by_line, total.wavefronts, total.conflicts);
+        report_total(place.first->name, place.second & ~by_line, place.second & by_line, total.wavefronts, total.conflicts, total.splits);
 }
 
 }  // namespace emulator

@@ -70,7 +70,7 @@ struct Copy {
 void start_copy(const Copy& copy);
 void commit_copies();
 void write_by_copy(float* to, float value);
-void count_copy(const void* to, int bytes, int line);
+void count_copy(const void* to, const void* from, int bytes, int line);
 bool next_copy(int groups, Copy& copy);  // the oldest copy that is in none of the latest `groups` groups; false when there is none
 
 // Products of a warpgroup, bulk copies and their barriers (warpgroup.cpp).
@@ -194,7 +194,7 @@ inline float exp2_approx(float value) {
 template <int BYTES> void copy_async(float* to, const float* from, bool real, int line = __builtin_LINE()) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
     if (uintptr_t(to) % BYTES || (real && uintptr_t(from) % BYTES)) ::emulator::misaligned_copy(BYTES, line);
-    ::emulator::count_copy(to, BYTES, line);
+    ::emulator::count_copy(to, real ? from : nullptr, BYTES, line);
     for (int i = 0; i < BYTES / 4; ++i) ::emulator::write_by_copy(to + i, __uint_as_float(0x7fffdeadu));
     ::emulator::start_copy({to, from, BYTES / 4, real});
 }

@@ -3,7 +3,7 @@
 // The plan is a text of one item a line:
 //   order forward|reverse|random SEED
 //   races 0|1
-//   conflicts 0|1               whether to count bank conflicts, which are written to the report: kernel, place, wavefronts, conflicts
+//   conflicts 0|1               whether to count bank conflicts, which are written to the report: kernel, place, wavefronts, conflicts, splits
 //   limit SECONDS
 //   region WRITABLE ELEMENTS SIZE  in order, SIZE in bytes; read-only regions lie one after another in the input file, writable ones
 //                                  begin as NaN

@@ -43,8 +43,8 @@ void report(const char* kind, const void* pc, const Access* access, const char* 
     _exit(written ? 3 : 1);
 }
 
-void report_total(const char* kernel, std::uintptr_t place, bool is_line, long long wavefronts, long long conflicts) {
-    dprintf(file, "%s %s %lld %lld %lld\n", kernel, is_line ? "line" : "pc", (long long)place, wavefronts, conflicts);
+void report_total(const char* kernel, std::uintptr_t place, bool is_line, long long wavefronts, long long conflicts, long long splits) {
+    dprintf(file, "%s %s %lld %lld %lld %lld\n", kernel, is_line ? "line" : "pc", (long long)place, wavefronts, conflicts, splits);
 }
 
 static void on_signal(int signal, siginfo_t* info, void* context) {

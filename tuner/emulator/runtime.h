@@ -81,7 +81,8 @@ void begin_block();
 // conflicts.cpp: bank conflicts of what is executed. place: a return address, or a line of the source with the flag by_line
 constexpr std::uintptr_t by_line = std::uintptr_t(1) << 63;
 extern bool count_conflicts;
-void count_access(std::size_t offset, std::size_t bytes, std::uintptr_t place);  // of the running thread, to shared memory
+// of the running thread, to shared memory; line: of global memory, counted in 128 bytes, that it is copied from
+void count_access(std::size_t offset, std::size_t bytes, std::uintptr_t place, std::uintptr_t line = 0);
 void report_conflicts();
 
 // report.cpp: a report is a few "key value" lines, and ends the process. With an access, its text goes on from "reads n bytes
@@ -101,7 +102,7 @@ struct Fact {
 void open_report(const char* path);
 [[noreturn]] void report(const char* kind, const void* pc, const Access* access, const char* text, const Fact* facts = nullptr,
                          int count = 0);
-void report_total(const char* kernel, std::uintptr_t place, bool is_line, long long wavefronts, long long conflicts);
+void report_total(const char* kernel, std::uintptr_t place, bool is_line, long long wavefronts, long long conflicts, long long splits);
 void catch_signals(int seconds);
 
 }  // namespace emulator
