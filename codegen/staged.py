@@ -176,6 +176,11 @@ class StagedPlan(StreamedPlan):
         }
 
     @property
+    def long_sums(self) -> bool:
+        """Whether a product's sum begins anew."""
+        return bool(self.qkv.settled or self.out.settled)
+
+    @property
     def operand_kernel(self) -> dict[str, tuple[int, int, int, int]]:
         """The kernel that normalises ahead of a QKV product which streams its operand A."""
         if not isinstance(self.qkv, WarpgroupProduct) or not self.qkv.streamed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from codegen.layout import Access, padded_stride
+from codegen.layout import LONG_SUM, SETTLED, Access, padded_stride
 from codegen.sequence import HALF_PARTS, norm_store
 
 
@@ -35,6 +35,12 @@ class Product:
     per_word: int
     norm_vector: int = 0
     run: int = 2
+
+    @property
+    def settled(self) -> int:
+        """Tiles of the sum after which it begins anew; 0 where it does not: ordinary sums are rounded, and 16-bit results do not show the
+        difference."""
+        return SETTLED // self.sum_tile if self.math in ("fp16x3", "tf32x3") and self.sum > LONG_SUM else 0
 
     @property
     def row_tiles(self) -> int:

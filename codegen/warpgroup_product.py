@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.layout import Access, ceil_div
+from codegen.layout import LONG_SUM, SETTLED, Access, ceil_div
 
 SUM_TILES = (32, 64)
 """Indices of the sum in one step: rows of 64 or 128 bytes in the buffers. Of the same bytes, smaller steps have more under way."""
@@ -66,6 +66,11 @@ class WarpgroupProduct:
     def b_tile(self) -> int:
         """Words of what one step needs of operand B."""
         return self.operands * self.columns * self.sum_tile // 2
+
+    @property
+    def settled(self) -> int:
+        """Tiles of the sum after which it begins anew; 0 where it does not: 16-bit results do not show the difference."""
+        return SETTLED // self.sum_tile if self.operands == 2 and self.sum > LONG_SUM else 0
 
     @property
     def a_tile(self) -> int:

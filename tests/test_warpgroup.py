@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -187,6 +190,52 @@ def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
         assert error.report.kind != "compile", f"the mutant does not compile, so it shows nothing: {error}"
         found = True
     assert found, fault
+
+
+def settling(after: int, engine: str, spec: BlockSpec) -> Source:
+    """Of products whose sums begin anew after so many indices, if they are longer."""
+    with contextlib.ExitStack() as stack:
+        for module, name in itertools.product(("warpgroup_product", "tiled_product"), ("LONG_SUM", "SETTLED")):
+            stack.enter_context(mock.patch(f"codegen.{module}.{name}", after))
+        if engine != "mma":
+            return rendered(spec, engine=engine, down=8, stages=3)
+        config = default(spec.problem("row"), TARGET, DTYPE_MATHS[spec.dtype][0], "mma")
+        assert config is not None
+        return render(spec, {"row": dataclasses.replace(config, qkv_sum_tile=32, out_sum_tile=32, qkv_stages=2, out_stages=2)})
+
+
+@pytest.mark.parametrize("engine", ["mma", "wgmma", STREAMED])
+def test_sums_that_begin_anew_agree_with_float64(engine: str, cache: Path) -> None:
+    source = settling(64, engine, WIDE)
+    assert "SETTLED = 0" not in source.text and right(source, cache) and right(source, cache, "reverse")
+    halves = settling(64, engine, dataclasses.replace(WIDE, dtype="bfloat16"))
+    assert "SETTLED" not in halves.text, "16-bit results do not show the difference"
+
+
+SETTLED_MUTANTS = {
+    "what was settled is left out": ((STREAMED, "wgmma"), r"(\[c\]) \+= settled\[j\]\[c\];", r"\1 += 0.0f;"),
+    "sums go on": ((STREAMED,), r"sum_tile % SETTLED > 0", "sum_tile > 0"),
+    "sums are settled before they are done": (("wgmma",), r"(finish\(float[^{]*\{\n *)wgmma_wait<0>\(\);", r"\1"),
+    "rests are settled twice": (("mma",), r"sums = \{\};", ""),
+    "what was settled is left out by mma": (("mma",), r"add\(acc, settled\)", ""),
+    "sums go on by mma": (("mma",), r"acc\[i\]\[j\]\[c\] = 0\.0f;", ";"),
+}
+
+
+@pytest.mark.parametrize("fault, engine", [(fault, engine) for fault, (engines, *_) in SETTLED_MUTANTS.items() for engine in engines])
+def test_a_planted_fault_of_sums_that_begin_anew_is_caught(fault: str, engine: str, cache: Path) -> None:
+    _, pattern, replacement = SETTLED_MUTANTS[fault]
+    source = settling(64, engine, WIDE)
+    text, count = re.subn(pattern, replacement, source.text)
+    assert count, f"the source no longer has {pattern!r}: write this mutant anew"
+    assert not right(dataclasses.replace(source, text=text), cache)
+
+
+def test_long_sums_are_as_accurate_as_short_ones(cache: Path) -> None:
+    """Of the branch alone, whose products the residual would hide."""
+    spec = BlockSpec(dim=1152, heads=8, height=1, width=16, batch=1, axes=("row",), residual=False)
+    errors = {after: error_of(settling(after, STREAMED, spec), cache) for after in (512, 2048)}
+    assert errors[512] < 1e-6 and 1.5 * errors[512] < errors[2048], errors
 
 
 def test_the_emulator_says_which_fence_is_missing(cache: Path) -> None:

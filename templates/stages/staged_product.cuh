@@ -42,6 +42,17 @@ struct TiledProduct {
     commit_copies();
   }
 
+{% if long_sums %}
+  static __device__ __forceinline__ void add(float (&to)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4], const float (&from)[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4]) {
+#pragma unroll
+    for (int i = 0; i < P::WARP_ROW_TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < P::WARP_COLUMN_TILES; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) to[i][j][c] += from[i][j][c];
+  }
+
+{% endif %}
   // prepare(sum_tile) starts the copies of a tile of operand A (once each); fill() writes what is not copied; store(row_tile, column, acc)
   // takes a warp's result: the first of its row tiles and of its columns.
   template <typename Prepare, typename Fill, typename Store>
@@ -57,6 +68,10 @@ struct TiledProduct {
     for (int turn = 0; turn < turns; ++turn) {
       float acc[P::WARP_ROW_TILES][P::WARP_COLUMN_TILES][4] = {};
       typename Math::template Sums<P::WARP_ROW_TILES, P::WARP_COLUMN_TILES> sums;
+{% if long_sums %}
+      // Tensor cores truncate what they have added up: a long sum begins anew after SETTLED tiles, and what it was is added, rounded.
+      float settled[P::SETTLED > 0 ? P::WARP_ROW_TILES : 1][P::WARP_COLUMN_TILES][4] = {};
+{% endif %}
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
         wait_for_copies<P::STAGES - 2>();
@@ -68,8 +83,26 @@ struct TiledProduct {
         };
         Math::template add_product<P::SUM_TILE, F, P::PAGE>(acc, sums, a + sum_tile * P::A_TILE + first_row_tile * P::PAGES * P::PAGE, lane,
                                                             [&](int j, int at) { return Math::pack(Math::template read<F>(j, at, lane, load_b)); });
+{% if long_sums %}
+        if constexpr (P::SETTLED > 0) {
+          if ((sum_tile + 1) % P::SETTLED == 0) {
+            sums.add_to(acc);
+            sums = {};
+            add(settled, acc);
+#pragma unroll
+            for (int i = 0; i < P::WARP_ROW_TILES; ++i)
+#pragma unroll
+              for (int j = 0; j < P::WARP_COLUMN_TILES; ++j)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) acc[i][j][c] = 0.0f;
+          }
+        }
+{% endif %}
       }
       sums.add_to(acc);
+{% if long_sums %}
+      if constexpr (P::SETTLED > 0) add(acc, settled);
+{% endif %}
       store_result(first_row_tile, (part + turn * P::PARTS) * P::COLUMNS + first_column, acc);
     }
   }

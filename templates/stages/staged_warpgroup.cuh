@@ -93,6 +93,24 @@ struct WarpgroupProduct {
   }
 
 {% endif %}
+{% if long_sums %}
+  // Waits for the sums, and adds that of the rests.
+  static __device__ __forceinline__ void finish(float (&acc)[TILES][4], float (&rest)[OPERANDS == 2 ? TILES : 1][4]) {
+    wgmma_wait<0>();
+    keep_in_registers(acc);
+    if constexpr (OPERANDS == 2) {
+      keep_in_registers(rest);
+#pragma unroll
+      for (int j = 0; j < TILES; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
+    }
+  }
+
+  // Tensor cores truncate what they have added up: a long sum begins anew after SETTLED tiles, and what it was is added, rounded.
+  static constexpr int SETTLED = P::SETTLED > 0 ? P::SETTLED : SUM_TILES;
+
+{% endif %}
   // {{ "streamed_rows: where the block's rows are streamed from, if they are; else " if streaming }}fill(a) writes operand A; store(row_tile, column, acc) takes a warp's result: its row tile, the first of its columns, for which before(row_tile,
   // column) is called ahead of the products.
   template <typename Fill, typename Before, typename Store>
@@ -113,6 +131,9 @@ struct WarpgroupProduct {
       const int column = (part + turn * P::PARTS) * P::COLUMNS;
       before(row_tile, column);
       float acc[TILES][4], rest[OPERANDS == 2 ? TILES : 1][4];  // the first products set them
+{% if long_sums %}
+      float settled[P::SETTLED ? TILES : 1][4] = {};  // what the sums were before they began anew
+{% endif %}
 #pragma unroll 1
       for (int sum_tile = 0; sum_tile < SUM_TILES; ++sum_tile, ++step) {
 {% if streaming %}
@@ -126,7 +147,7 @@ struct WarpgroupProduct {
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < P::SUM_TILE / 16; ++k) {
-          const bool accumulate = sum_tile > 0 || k > 0;
+          const bool accumulate = {{ "sum_tile % SETTLED" if long_sums else "sum_tile" }} > 0 || k > 0;
           if constexpr (OPERANDS == 2) {
             wgmma(Format{}, rest, a + A_OPERAND / 4 + 2 * k, b + 2 * k, accumulate);
             wgmma(Format{}, rest, a + 2 * k, b + B_OPERAND / 4 + 2 * k, true);
@@ -138,7 +159,27 @@ struct WarpgroupProduct {
         __syncthreads();  // the step before is done for all, and its buffer is free
         if (threadIdx.x == 0 && step > 0 && step - 1 + P::STAGES < steps) start(shared, {{ "streamed_rows, " if streaming }}packed, step - 1 + P::STAGES, part);
         if (++stage == P::STAGES) stage = 0, ++round;
+{% if long_sums %}
+        if constexpr (P::SETTLED > 0) {
+          if ((sum_tile + 1) % SETTLED == 0 && sum_tile + 1 < SUM_TILES) {
+            finish(acc, rest);
+#pragma unroll
+            for (int j = 0; j < TILES; ++j)
+#pragma unroll
+              for (int c = 0; c < 4; ++c) settled[j][c] += acc[j][c];
+          }
+        }
+{% endif %}
       }
+{% if long_sums %}
+      finish(acc, rest);
+      if constexpr (P::SETTLED > 0) {
+#pragma unroll
+        for (int j = 0; j < TILES; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[j][c] += settled[j][c];
+      }
+{% else %}
       wgmma_wait<0>();
       keep_in_registers(acc);
       if constexpr (OPERANDS == 2) {
@@ -148,6 +189,7 @@ struct WarpgroupProduct {
 #pragma unroll
           for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(rest[j][c], 1.0f / Math::SCALE, acc[j][c]);
       }
+{% endif %}
       store_result(row_tile, column, acc);
     }
   }

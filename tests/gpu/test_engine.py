@@ -107,9 +107,9 @@ def test_resident_kernels_are_verified_and_measured(backend, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(768, 12, 16, 196), (320, 8, 5, 65), (72, 3, 9, 117), (64, 1, 1, 4100)])
+@pytest.mark.parametrize("shape", [(1536, 16, 16, 40), (768, 12, 16, 196), (320, 8, 5, 65), (72, 3, 9, 117), (64, 1, 1, 4100)])
 def test_streamed_products_are_verified_and_measured(backend, shape, dtype):
-    """Row tiles and tiles of the sum that are not full; the last has more keys than sums go on over."""
+    """Row tiles and tiles of the sum that are not full; the first and the last have sums that begin anew."""
     if not backend.target.warpgroup_products:
         pytest.skip(f"{backend.target.arch} has no wgmma")
     spec = BlockSpec(*shape, batch=2, dtype=dtype)
