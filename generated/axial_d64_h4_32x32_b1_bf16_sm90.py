@@ -5,25 +5,25 @@ axis. Tuned for batch 1; any batch is computed.
 
 Configuration:
     row: family sequence, math bf16, heads registers, head_warps 1, sequences 1, warps 8, qkv_rows 2, qkv_columns 6,
-         out_rows 2, out_columns 2, key_tile 32, fragment 4, weights hold, prefetch both, padding True,
-         residual reload, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
+         out_rows 2, out_columns 2, key_tile 32, fragment 4, weights shared, prefetch qkv, padding True,
+         residual shared, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
     col: family sequence, math bf16, heads registers, head_warps 1, sequences 1, warps 8, qkv_rows 2, qkv_columns 6,
-         out_rows 2, out_columns 2, key_tile 32, fragment 4, weights hold, prefetch both, padding True,
-         residual reload, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
+         out_rows 2, out_columns 2, key_tile 32, fragment 4, weights shared, prefetch qkv, padding True,
+         residual shared, norm_lanes 8, dependent_launch True, min_blocks 1, rounds 1
 
 Measured on NVIDIA H200.
-    device time: 5.72 +- 0.00 us
-    device time, L2 flushed: 10.21 us
-    wall time of a call: 35.70 us
-    default configuration, device time: 5.72 us
-    PyTorch (torch.compile + SDPA), device time: 31.92 us
-    PyTorch (torch.compile + SDPA), wall time of a call: 625.24 us
+    device time: 5.06 +- 0.00 us
+    device time, L2 flushed: 9.62 us
+    wall time of a call: 29.61 us
+    default configuration, device time: 5.10 us
+    PyTorch (torch.compile + SDPA), device time: 31.35 us
+    PyTorch (torch.compile + SDPA), wall time of a call: 1270.87 us
     error against float64: 4.5e-02 of the output's scale
-Command: python cli.py tune --dim 64 --heads 4 --height 32 --width 32 --batch 1 --dtype bfloat16 --fix heads=registers
---fix head_warps=1 --fix sequences=1 --fix warps=8 --fix qkv_rows=2 --fix qkv_columns=6 --fix out_rows=2 --fix
-out_columns=2 --fix key_tile=32 --fix fragment=4 --fix padding=true --fix norm_lanes=8 --fix dependent_launch=true --fix
-min_blocks=1 --fix rounds=1 --fix weights=hold --fix prefetch=both --fix residual=reload --budget 20
-Written 2026-11-30T15:23:53Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
+Command: python cli.py tune --storage none --dim 64 --heads 4 --height 32 --width 32 --batch 1 --dtype bfloat16 --fix
+heads=registers --fix weights=shared --fix head_warps=1 --fix sequences=1 --fix warps=8 --fix qkv_rows=2 --fix
+out_rows=2 --fix key_tile=32 --fix fragment=4 --fix padding=true --fix dependent_launch=true --fix min_blocks=1 --fix
+rounds=1 --budget 15
+Written 2026-11-30T15:43:27Z, driver 580.159.04, torch 2.11.0+cu130, CUDA 13.0, python 3.12.3, nvrtc 13.0.
 The default configuration is the fastest.
 
 ModelNew(dim, num_heads, height, width, dropout=0.0) replaces the PyTorch block with the same parameters. The CUDA
@@ -61,25 +61,25 @@ CONFIGS = {
     "row": {
         "family": "sequence", "math": "bf16", "heads": "registers", "head_warps": 1, "sequences": 1, "warps": 8,
         "qkv_rows": 2, "qkv_columns": 6, "out_rows": 2, "out_columns": 2, "key_tile": 32, "fragment": 4,
-        "weights": "hold", "prefetch": "both", "padding": True, "residual": "reload", "norm_lanes": 8,
+        "weights": "shared", "prefetch": "qkv", "padding": True, "residual": "shared", "norm_lanes": 8,
         "dependent_launch": True, "min_blocks": 1, "rounds": 1,
     },
     "col": {
         "family": "sequence", "math": "bf16", "heads": "registers", "head_warps": 1, "sequences": 1, "warps": 8,
         "qkv_rows": 2, "qkv_columns": 6, "out_rows": 2, "out_columns": 2, "key_tile": 32, "fragment": 4,
-        "weights": "hold", "prefetch": "both", "padding": True, "residual": "reload", "norm_lanes": 8,
+        "weights": "shared", "prefetch": "qkv", "padding": True, "residual": "shared", "norm_lanes": 8,
         "dependent_launch": True, "min_blocks": 1, "rounds": 1,
     },
 }
 KERNELS = [
     {
-        "name": "axial_row", "axis": "row", "threads": 128, "shared_bytes": 8704, "items_per_block": 1,
+        "name": "axial_row", "axis": "row", "threads": 128, "shared_bytes": 46080, "items_per_block": 1,
         "dependent_launch": False,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
     },
     {
-        "name": "axial_col", "axis": "col", "threads": 128, "shared_bytes": 8704, "items_per_block": 1,
+        "name": "axial_col", "axis": "col", "threads": 128, "shared_bytes": 46080, "items_per_block": 1,
         "dependent_launch": True,
         "arguments": ("x", "y", "norm_weight", "norm_bias", "qkv_weight", "out_weight", "out_bias"),
         "items": "sequences", "blocks_per_group": 1,
@@ -88,13 +88,13 @@ KERNELS = [
 SCRATCH = {}
 PROVENANCE = {
     "measured": True,
-    "command": "python cli.py tune --dim 64 --heads 4 --height 32 --width 32 --batch 1 --dtype bfloat16 --fix heads=registers --fix head_warps=1 --fix sequences=1 --fix warps=8 --fix qkv_rows=2 --fix qkv_columns=6 --fix out_rows=2 --fix out_columns=2 --fix key_tile=32 --fix fragment=4 --fix padding=true --fix norm_lanes=8 --fix dependent_launch=true --fix min_blocks=1 --fix rounds=1 --fix weights=hold --fix prefetch=both --fix residual=reload --budget 20",
-    "date": "2026-11-30T15:23:53Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
-    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 5.718666439255078,
-    "spread_us": 0.002666686971982468, "cold_us": 10.208000428974628, "wall_us": 35.70499315065322,
-    "default_us": 5.722908811135725, "pytorch_us": 31.917333602905273, "pytorch_wall_us": 625.244999999571,
+    "command": "python cli.py tune --storage none --dim 64 --heads 4 --height 32 --width 32 --batch 1 --dtype bfloat16 --fix heads=registers --fix weights=shared --fix head_warps=1 --fix sequences=1 --fix warps=8 --fix qkv_rows=2 --fix out_rows=2 --fix key_tile=32 --fix fragment=4 --fix padding=true --fix dependent_launch=true --fix min_blocks=1 --fix rounds=1 --budget 15",
+    "date": "2026-11-30T15:43:27Z", "gpu": "NVIDIA H200", "driver": "580.159.04", "torch": "2.11.0+cu130",
+    "cuda": "13.0", "versions": {"python": "3.12.3", "nvrtc": "13.0"}, "device_us": 5.055272782390768,
+    "spread_us": 0.0018181109970267784, "cold_us": 9.61600011214614, "wall_us": 29.610579545485454,
+    "default_us": 5.098545415834947, "pytorch_us": 31.354665756225586, "pytorch_wall_us": 1270.868875000275,
     "pytorch_form": "torch.compile + SDPA", "kernels_us": None, "kernels_wall_us": None, "predicted_us": None,
-    "error": 0.04509069280719908, "partial": False, "note": "The default configuration is the fastest.",
+    "error": 0.04509069280719909, "partial": False, "note": "The default configuration is the fastest.",
 }
 
 CUDA_SOURCE = r'''
@@ -714,6 +714,30 @@ struct HalfCore {
   }
 };
 
+// Asynchronous copies from global to shared memory (PTX ISA, cp.async), of BYTES (4, 8 or 16) each; what is not `real` becomes zeros and
+// is not read. A thread's copies up to a commit_copies() are a group; wait_for_copies<N>() returns when all but its N latest groups are
+// there, for this thread: others see them behind a barrier.
+#ifdef __CUDACC__  // PTX; a host build brings its own versions of these functions
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(float* shared_to, const float* from, bool real) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared_to));
+  const int size = real ? BYTES : 0;
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+#endif
+
 // Operand B of COLUMNS column tiles over a whole sum of K, in the registers of the lanes that multiply it. Math::Raw<F> is what
 // a lane reads for one tile and one step of the sum, Math::Operand<F> what it multiplies: reading and packing are apart, so
 // that other work can stand between a load and its first use.
@@ -739,6 +763,9 @@ struct HeldWeights {
       for (int step = 0; step < STEPS; ++step) values[j][step] = Math::pack(raw[j][step]);
   }
 };
+
+// Where token g of eight is kept: in the order of their bits read backwards, so that tokens that are written or read together lie in different banks.
+__device__ __forceinline__ int kept_place(int g) { return (g & 1) << 2 | (g & 2) | g >> 2; }
 
 // Stage 1: load the block's tokens and normalise them (LayerNorm with the biased variance). NORM_LANES lanes share tokens
 // g and g+8 of a row tile and keep them in registers between the mean and the variance. Tokens past the sequence's end,
@@ -829,7 +856,7 @@ __device__ __forceinline__ void load_and_normalise(const Element* x, TokenPair<C
       for (int step = 0; step < STEPS; ++step) {
         const int channel = (step * LANES + lane) * VEC;
         if constexpr (C::KEEP_X)
-          if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
+          if (channel < C::DIM) store(reinterpret_cast<Element*>(shared + C::KEPT) + (16 * row_tile + 8 * half + kept_place(g)) * C::KEPT_STRIDE + channel, tokens.words[half][step]);  // rows are a multiple of VEC apart
         float gain[VEC], shift[VEC];
         unpack(gain, weights.gain[step]), unpack(shift, weights.shift[step]);
 #pragma unroll
@@ -1051,6 +1078,72 @@ struct Attention {
   }
 };
 
+// The weights of both products on their way through shared memory. Copied by 16 bytes a lane, in the order of their rows, they are asked for by whole
+// lines: a lane that reads its operands from global memory asks for 8 to 16 bytes of each of 8 rows, and it is requests, not bytes, that
+// blocks wait for which all read the same weights at the same time.
+// So that operands are loaded without bank conflicts, rows that are whole lines of 128 bytes are swizzled, and others padded. Padding sets a row off the lines
+// of shared memory, and a line of global memory, which arrives together, is then written in two.
+template <typename C>
+struct SharedWeights {
+  static constexpr int PIECE = 16 / static_cast<int>(sizeof(Element)), LINE = 8 * PIECE;
+
+  static __device__ __forceinline__ Element* qkv(float* shared) { return reinterpret_cast<Element*>(shared + C::QKV_WEIGHT); }
+  static __device__ __forceinline__ Element* out(float* shared) { return reinterpret_cast<Element*>(shared + C::OUT_WEIGHT); }
+
+  // Where index k of column first + within lies, of which `first` is a multiple of 8: of each line, piece p at p ^ (SWIZZLE * column % 8). What
+  // differs from lane to lane, as does k % LANES, is apart from what does not: all places of a lane are one address, with few bits flipped, and constants.
+  template <int STRIDE, int SWIZZLE, int LANES>
+  static __device__ __forceinline__ int place(int first, int within, int k) {
+    if constexpr (SWIZZLE == 0) {
+      return (first + within) * STRIDE + k;
+    } else {
+      const int of_lane = k % LANES, at = k - of_lane;
+      const int lane = (within * STRIDE + of_lane) ^ SWIZZLE * within % 8 * PIECE;
+      return first * STRIDE + at / LINE * LINE + (lane ^ at % LINE);
+    }
+  }
+  template <int LANES = 4 * C::FRAGMENT>
+  static __device__ __forceinline__ int qkv_place(int first, int within, int k) {
+    return place<C::QKV_WEIGHT_STRIDE, C::QKV_WEIGHT_SWIZZLE, LANES>(first, within, k);
+  }
+  template <int LANES = 8>
+  static __device__ __forceinline__ int out_place(int first, int within, int k) {
+    return place<C::OUT_WEIGHT_STRIDE, C::OUT_WEIGHT_SWIZZLE, LANES>(first, within, k);
+  }
+
+  // Starts the copies. Padded heads and channels become zeros.
+  static __device__ __forceinline__ void copy(float* shared, const Element* qkv_weight, const Element* out_weight) {
+    each_piece<3 * C::INNER, C::PADDED_DIM>([&](int first, int row, int k) {
+      const unsigned column = first + row, within = column % C::PADDED_HEAD_DIM;  // of a head of q, k or v
+      const bool real = (C::HEAD_DIM == C::PADDED_HEAD_DIM || within < C::HEAD_DIM) && (C::DIM == C::PADDED_DIM || k < C::DIM);
+      copy_piece(qkv(shared) + qkv_place<LINE>(first, row, k), qkv_weight, (column / C::PADDED_HEAD_DIM * C::HEAD_DIM + within) * C::DIM + k, real);
+    });
+    each_piece<ceil_div(C::DIM, 8) * 8, C::INNER>([&](int first, int row, int k) {
+      const unsigned column = first + row, within = k % C::PADDED_HEAD_DIM;
+      const bool real = (C::HEAD_DIM == C::PADDED_HEAD_DIM || within < C::HEAD_DIM) && (C::DIM % 8 == 0 || column < C::DIM);
+      copy_piece(out(shared) + out_place<LINE>(first, row, k), out_weight, (column * C::HEADS + k / C::PADDED_HEAD_DIM) * C::HEAD_DIM + within, real);
+    });
+    commit_copies();
+  }
+
+  static __device__ __forceinline__ void copy_piece(Element* to, const Element* weight, int at, bool real) {
+    copy_async<16>(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(weight + (real ? at : 0)), real);
+  }
+
+  // Calls f(first, row, index) for the pieces of this thread, of ROWS by COLUMNS elements: row first + row, from `index` on. Where the block copies
+  // whole eights of rows at once, `first` counts these, and all else is the same in every turn.
+  template <int ROWS, int COLUMNS, typename F>
+  static __device__ __forceinline__ void each_piece(F f) {
+    constexpr unsigned PIECES = COLUMNS / PIECE, ALL = ROWS * PIECES, TURNS = ceil_div(ALL, C::THREADS);
+    constexpr bool EIGHTS = C::THREADS % (8 * PIECES) == 0;
+#pragma unroll
+    for (unsigned turn = 0; turn < TURNS; ++turn) {
+      const unsigned at = turn * C::THREADS + threadIdx.x, from = EIGHTS ? threadIdx.x : at;
+      if (ALL % C::THREADS == 0 || at < ALL) f(EIGHTS ? turn * (C::THREADS / PIECES) : 0, from / PIECES, from % PIECES * PIECE);
+    }
+  }
+};
+
 // Stages 2 and 3 without shared memory between them: a warp computes q, k and v of one head for all tokens of one sequence, keeps them as
 // operands in registers, and then its attention. Accumulators of q are where operand A of the scores has to be, those of k where their
 // operand B has to be, and those of v, transposed within the warp, where operand B of the weighted sum has to be.
@@ -1080,6 +1173,10 @@ struct HeadRegisters {
     template <typename T, int N>
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
       const int column = (matrix(portion, j / 2) * C::HEADS + head()) * C::PADDED_HEAD_DIM + 16 * (portion / TURNS) + 8 * (j % 2) + within_tile;
+      if constexpr (C::WEIGHTS_SHARED) {
+        load(to, weight + SharedWeights<C>::qkv_place(column - within_tile, within_tile, k));
+        return;
+      }
       QkvProduct<C>::load_weights(weight, column, k, to);
     }
   };
@@ -1186,6 +1283,10 @@ struct OutProduct {
     template <typename T, int N>
     __device__ __forceinline__ void operator()(int j, int within_tile, int k, T (&to)[N]) const {
       const int column = (group * C::OUT_COLUMNS + j) * 8 + within_tile;
+      if constexpr (C::WEIGHTS_SHARED) {
+        load(to, weight + SharedWeights<C>::out_place(column - within_tile, within_tile, k));
+        return;
+      }
       const bool real = C::DIM % 8 == 0 || column < C::DIM;
       const int within = C::HEAD_DIM < C::PADDED_HEAD_DIM ? k % C::PADDED_HEAD_DIM : 0;
       const Element* from = weight + column * C::DIM + k - k / C::PADDED_HEAD_DIM * (C::PADDED_HEAD_DIM - C::HEAD_DIM);
@@ -1209,7 +1310,7 @@ struct OutProduct {
       Word residual[C::OUT_ROWS][C::OUT_COLUMNS][2][2 / PER_WORD];
       each_pair(first, sequences, first_tile, group, lane, [&](int i, int j, int half, int row, int column, long long at) {
         if constexpr (C::KEEP_X) {
-          load_pair(residual[i][j][half], reinterpret_cast<const Element*>(shared + C::KEPT) + row * C::KEPT_STRIDE + column, column);
+          load(residual[i][j][half], reinterpret_cast<const Element*>(shared + C::KEPT) + (row - lane / 4 + kept_place(lane / 4)) * C::KEPT_STRIDE + column);  // zeros past DIM
         } else {
           load_pair(residual[i][j][half], x + at, column);
         }
@@ -1318,12 +1419,16 @@ struct Row {
   static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
   static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
   static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = false;
+  static constexpr bool KEEP_X = true;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
   static constexpr int NORMED = 0, NORMED_PAGE = 144, NORMED_PAGES = 4;  // of a row tile
   static constexpr int QUERY = 1152, QUERY_PAGES = 4;  // the attention's result
+  static constexpr int KEPT = 2176, KEPT_STRIDE = 72;  // in elements
+  static constexpr bool WEIGHTS_SHARED = true;
+  static constexpr int QKV_WEIGHT = 3328, QKV_WEIGHT_STRIDE = 64, QKV_WEIGHT_SWIZZLE = 2;  // the stride in elements
+  static constexpr int OUT_WEIGHT = 9472, OUT_WEIGHT_STRIDE = 64, OUT_WEIGHT_SWIZZLE = 1;  // the stride in elements
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1345,12 +1450,16 @@ struct Column {
   static constexpr int QKV_ROWS = 2, QKV_COLUMNS = 6, QKV_WARPS_ACROSS = 4;
   static constexpr int OUT_ROWS = 2, OUT_COLUMNS = 2, OUT_WARPS_ACROSS = 4;
   static constexpr int KEY_TILE = 32, FRAGMENT = 4;
-  static constexpr bool KEEP_X = false;
+  static constexpr bool KEEP_X = true;
 
   // Padded sizes, and shared memory in floats: where each matrix starts, and how far its fragments or rows are apart
   static constexpr int PADDED_DIM = 64, PADDED_HEAD_DIM = 16, INNER = 64, PADDED_LENGTH = 32, ROWS = 32;
   static constexpr int NORMED = 0, NORMED_PAGE = 144, NORMED_PAGES = 4;  // of a row tile
   static constexpr int QUERY = 1152, QUERY_PAGES = 4;  // the attention's result
+  static constexpr int KEPT = 2176, KEPT_STRIDE = 72;  // in elements
+  static constexpr bool WEIGHTS_SHARED = true;
+  static constexpr int QKV_WEIGHT = 3328, QKV_WEIGHT_STRIDE = 64, QKV_WEIGHT_SWIZZLE = 2;  // the stride in elements
+  static constexpr int OUT_WEIGHT = 9472, OUT_WEIGHT_STRIDE = 64, OUT_WEIGHT_SWIZZLE = 1;  // the stride in elements
 
   // Where a token's channels start in x and y
   static __device__ __forceinline__ long long offset(int sequence, int token) {
@@ -1364,47 +1473,52 @@ extern "C" __global__ void __launch_bounds__(Row::THREADS, Row::MIN_BLOCKS)
 axial_row(const Element* x, Element* y, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
           const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, const Element* __restrict__ out_bias, int sequences) {
   extern __shared__ __align__(16) float shared[];
+const Element *const qkv_shared = SharedWeights<Row>::qkv(shared), *const out_shared = SharedWeights<Row>::out(shared);
   const int first = blockIdx.x * Row::SEQUENCES;
   TokenPair<Row> tokens;
   allow_next_kernel();
   tokens.load_turn(x, 0, first, sequences);
   const NormWeights<Row> norm(norm_weight, norm_bias);
+  SharedWeights<Row>::copy(shared, qkv_weight, out_weight);
   HeadRegisters<Row>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, HeadRegisters<Row>::Load{qkv_weight, 0});
-  OutProduct<Row>::Held out_held;
   load_and_normalise<Row>(x, tokens, norm, first, sequences, shared);
-  out_held.read(threadIdx.x % 32, OutProduct<Row>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Row>::ACROSS});
-  qkv_held.pack();
+  wait_for_copies<0>();
   __syncthreads();
+  qkv_held.read(threadIdx.x % 32, HeadRegisters<Row>::Load{qkv_shared, 0});
+  qkv_held.pack();
   HeadRegisters<Row> heads;
-  heads.project(shared, qkv_weight, qkv_held);
+  heads.project(shared, qkv_shared, qkv_held);
   heads.attend(shared);
   __syncthreads();
-  OutProduct<Row>::run<true>(shared, x, y, out_weight, out_bias, first, sequences, out_held);
+  OutProduct<Row>::Held out_held;
+  OutProduct<Row>::run<false>(shared, x, y, out_shared, out_bias, first, sequences, out_held);
 }
 
 extern "C" __global__ void __launch_bounds__(Column::THREADS, Column::MIN_BLOCKS)
 axial_col(const Element* x, Element* y, const Element* __restrict__ norm_weight, const Element* __restrict__ norm_bias,
           const Element* __restrict__ qkv_weight, const Element* __restrict__ out_weight, const Element* __restrict__ out_bias, int sequences) {
   extern __shared__ __align__(16) float shared[];
+const Element *const qkv_shared = SharedWeights<Column>::qkv(shared), *const out_shared = SharedWeights<Column>::out(shared);
   const int first = blockIdx.x * Column::SEQUENCES;
   TokenPair<Column> tokens;
   allow_next_kernel();
   const NormWeights<Column> norm(norm_weight, norm_bias);
+  SharedWeights<Column>::copy(shared, qkv_weight, out_weight);
   HeadRegisters<Column>::Held qkv_held;
-  qkv_held.read(threadIdx.x % 32, HeadRegisters<Column>::Load{qkv_weight, 0});
-  OutProduct<Column>::Held out_held;
+  wait_for_copies<0>();
+  __syncthreads();
+  qkv_held.read(threadIdx.x % 32, HeadRegisters<Column>::Load{qkv_shared, 0});
   qkv_held.pack();
   wait_for_previous_kernel();
   tokens.load_turn(x, 0, first, sequences);
   load_and_normalise<Column>(x, tokens, norm, first, sequences, shared);
-  out_held.read(threadIdx.x % 32, OutProduct<Column>::Load{out_weight, static_cast<int>(threadIdx.x) / 32 % OutProduct<Column>::ACROSS});
   __syncthreads();
   HeadRegisters<Column> heads;
-  heads.project(shared, qkv_weight, qkv_held);
+  heads.project(shared, qkv_shared, qkv_held);
   heads.attend(shared);
   __syncthreads();
-  OutProduct<Column>::run<true>(shared, x, y, out_weight, out_bias, first, sequences, out_held);
+  OutProduct<Column>::Held out_held;
+  OutProduct<Column>::run<false>(shared, x, y, out_shared, out_bias, first, sequences, out_held);
 }
 
 '''
@@ -1575,7 +1689,7 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
     static Handles handles{};
     const int sequences = static_cast<int>(batch * 32);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    const Launch how{axialtune_kernel(0), blocks, 128, 8704, false, device, stream};
+    const Launch how{axialtune_kernel(0), blocks, 128, 46080, false, device, stream};
     check(launch_kernel(how, handles, {data(x), out, data(row_norm_weight), data(row_norm_bias), data(row_qkv_weight), data(row_out_weight), data(row_out_bias)}, sequences), "axial_row could not be launched");
   }
   {
@@ -1583,7 +1697,7 @@ Tensor launch(Tensor given, Tensor row_norm_weight, Tensor row_norm_bias, Tensor
     static Handles handles{};
     const int sequences = static_cast<int>(batch * 32);
     const int64_t blocks = (static_cast<int64_t>(sequences) + 0) / 1;
-    const Launch how{axialtune_kernel(1), blocks, 128, 8704, true, device, stream};
+    const Launch how{axialtune_kernel(1), blocks, 128, 46080, true, device, stream};
     check(launch_kernel(how, handles, {out, out, data(col_norm_weight), data(col_norm_bias), data(col_qkv_weight), data(col_out_weight), data(col_out_bias)}, sequences), "axial_col could not be launched");
   }
   return y;
