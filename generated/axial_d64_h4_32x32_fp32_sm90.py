@@ -1942,7 +1942,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         parts = grad.split([shape.numel() for shape in ctx.shapes])
-        return tuple(part.view(shape) for part, shape in zip(parts, ctx.shapes))
+        views = (part.view(shape) for part, shape in zip(parts, ctx.shapes))
+        return tuple(part.clone() for part in views) if torch.is_grad_enabled() else tuple(views)  # a hook may change one in place
 
 
 class _OfParameters(torch.autograd.Function):
@@ -1964,19 +1965,27 @@ class _OfParameters(torch.autograd.Function):
         return found[0], flat, None, None
 
 
-_gathered = weakref.WeakKeyDictionary()  # ModelNew -> its parameters, which of them get gradients, and what stands for these
+_gathered = weakref.WeakKeyDictionary()  # ModelNew -> its parameters, which of them get gradients, where, and what stands for these
 
 
-def _gather(model, weights):
-    """(which parameters get gradients, what stands for these in graphs), kept from call to call; (.., None) where none does, or where
-    one is computed from others."""
+def _gather(model, x, weights):
+    """(which parameters get gradients, what stands for these in graphs); (.., None) where none does, or where one is computed from others.
+
+    It is kept from call to call on a stream: a backward that is captured in a CUDA graph must not go to the stream of an earlier call.
+    """
     needed = [t.requires_grad for t in weights]
+    place = x.dtype, x.device, torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
     kept = _gathered.get(model)
-    if kept is None or needed != kept[1] or not all(map(operator.is_, weights, kept[0])) or kept[3] != (weights[0].dtype, weights[0].device):
-        own = [t for t in weights if t.requires_grad]
-        whole = _Gather.apply(*own) if own and all(t.is_leaf for t in own) else None
-        kept = _gathered[model] = weights, needed, whole, (weights[0].dtype, weights[0].device)
-    return kept[1], kept[2]
+    if kept is not None and needed == kept[1] and place == kept[2] and all(map(operator.is_, weights, kept[0])):
+        return needed, kept[3]
+    kept = _gathered.pop(model, None)
+    del kept  # before the next one is made, or that would find the places in graphs that this one had
+    own = [t for t in weights if t.requires_grad]
+    if not own or not all(t.is_leaf for t in own):
+        return needed, None
+    whole = _Gather.apply(*own)
+    _gathered[model] = weights, needed, place, whole
+    return needed, whole
 
 
 def _on_cuda(x, *weights):
@@ -2064,14 +2073,21 @@ class ModelNew(nn.Module):
         if not _fits_gpu(x.get_device()):
             return self._pytorch_form(x)
         if torch.is_grad_enabled():
-            if torch._C._are_functorch_transforms_active():
-                return _Transformable.apply(x, *weights)
-            needed, gathered = _gather(self, weights)
+            transformed = torch._C._are_functorch_transforms_active()
+            needed, gathered = ([t.requires_grad for t in weights], None) if transformed else _gather(self, x, weights)
             if gathered is not None:
                 return _OfParameters.apply(x, gathered, weights, needed)
             if x.requires_grad or True in needed:
-                return _Differentiable.apply(x, *weights)
+                return (_Transformable if transformed else _Differentiable).apply(x, *weights)
         return _launcher()(x, *weights)
+
+    def _apply(self, *args, **kwargs):
+        _gathered.pop(self, None)  # parameters may become others under the same name and identity
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        _gathered.pop(self, None)
+        super()._load_from_state_dict(*args, **kwargs)
 
     def _weights(self):
         """The kernels' arguments after x; None where a layer does more than its type says (hooks, adapters, parametrizations).

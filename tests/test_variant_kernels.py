@@ -7,6 +7,7 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -75,6 +76,15 @@ def test_variants_in_registers_in_rounds_and_by_warpgroups(variant: str, math: s
         config = staged_default(spec.problem("row"), TARGET, math, engine)
         assert config is not None
         assert right(render(spec, {"row": config}), cache), engine
+
+
+@pytest.mark.parametrize("variant", ["key mask", "key mask and logit bias"])
+def test_sums_over_many_keys_begin_anew_with_terms(variant: str, cache: Path) -> None:
+    """Tiles of keys that are all masked are left out."""
+    spec = BlockSpec(**{**SHAPE, "axes": ("row",), "width": 150, "height": 2, **EACH[variant]})
+    with mock.patch("codegen.streamed_plan.MANY_KEYS", 64):
+        source = source_of(spec, "staged", attn_key_tile=16)
+    assert "settled" in source.text and right(source, cache)
 
 
 @pytest.mark.parametrize("families", [("sequence", "staged"), ("staged", "sequence"), ("resident", "staged"), ("sequence", "resident")])

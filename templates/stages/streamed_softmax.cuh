@@ -36,6 +36,9 @@ struct StreamedSoftmax {
   static constexpr bool MANY = C::LENGTH > {{ many_keys }};
   static constexpr int SETTLED = {{ many_keys // 2 }} / S::KEY_TILE;
   float settled[MANY ? ROWS : 1][MANY ? STEPS : 1][4];
+{% if spec.key_mask %}
+  int steps_added = 0;  // those whose keys are all masked are left out
+{% endif %}
 {% endif %}
   float sum[ROWS][SUMS], start[ROWS][4];  // of a row's weights; what its scores start from
 {% if spec.terms %}
@@ -195,7 +198,7 @@ struct StreamedSoftmax {
     sums.add(weights, values, lane);
 {% if many_keys %}
     if constexpr (MANY) {
-      if ((step + 1) % SETTLED == 0) {
+      if ({{ "++steps_added" if spec.key_mask else "(step + 1)" }} % SETTLED == 0) {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row)
 #pragma unroll

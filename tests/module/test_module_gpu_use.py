@@ -63,6 +63,32 @@ def test_graph_capture_after_a_warm_call(gpu_module: ModuleType, spec: BlockSpec
         close(y, truth(spec, model, x))
 
 
+def test_a_training_step_is_captured_after_steps_on_other_streams(gpu_module: ModuleType, spec: BlockSpec) -> None:
+    """What is kept from an earlier call must not send a part of the captured backward to that call's stream."""
+    expected, model = pair(gpu_module, spec, device="cuda")
+    x = images(spec, device="cuda")
+
+    def step(m: torch.nn.Module) -> None:
+        m.zero_grad(set_to_none=True)
+        m(x).square().sum().backward()
+
+    step(model)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(model)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(model)
+    graph.replay()
+    torch.cuda.synchronize()
+    step(expected)
+    for got, want in zip(model.parameters(), expected.parameters(), strict=True):
+        close(got.grad, want.grad, 1e-3)
+
+
 def test_results_do_not_depend_on_what_ran_before(gpu_module: ModuleType, spec: BlockSpec) -> None:
     """Back-to-back calls overlap their launches: each still reads what the one before wrote."""
     _, model = pair(gpu_module, spec, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -187,6 +188,50 @@ def test_distributed_data_parallel_finds_every_parameter(before: bool, unused: b
     parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
     for _ in range(2):
         same_gradients(parallel, expected)
+
+
+def test_weights_that_are_computed_are_not_kept(cuda_path: ModuleType) -> None:
+    _, model = pair(cuda_path)
+    base = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    computed = {name: 2.0 * p for name, p in base.items()}
+    alive = [weakref.ref(t) for t in computed.values()]
+    torch.func.functional_call(model, computed, images()).sum().backward()
+    assert all(p.grad is not None for p in base.values())
+    del computed
+    gc.collect()
+    assert not any(ref() for ref in alive)
+
+
+def test_parameters_that_are_swapped_in_a_load(cuda_path: ModuleType) -> None:
+    expected, model = pair(cuda_path)
+    same_gradients(model, expected)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for m in (model, expected):
+            m.load_state_dict({name: 0.5 * value for name, value in m.state_dict().items()})
+            m.zero_grad()
+        same_gradients(model, expected)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_vmap_over_a_frozen_module(cuda_path: ModuleType) -> None:
+    """As with gradients off: no graph, so nothing that vmap would refuse."""
+    expected, model = pair(cuda_path)
+    for m in (expected, model):
+        m.requires_grad_(False)
+    x = torch.stack([images(), images(seed=3)])
+    close(torch.vmap(model)(x), torch.stack([expected(each) for each in x]), 1e-4)
+
+
+def test_a_hook_may_change_its_gradient_in_place(cuda_path: ModuleType) -> None:
+    for twice in (False, True):
+        expected, model = pair(cuda_path)
+        for m in (model, expected):
+            m.row_out.weight.register_hook(lambda grad: grad.mul_(2.0))
+            m(images()).square().sum().backward(create_graph=twice)
+        for got, want in zip(model.parameters(), expected.parameters(), strict=True):
+            close(got.grad, want.grad, 1e-3)
 
 
 def test_a_module_that_is_gone_leaves_nothing(cuda_path: ModuleType) -> None:
