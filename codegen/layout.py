@@ -20,11 +20,6 @@ CHUNK = 4
 """Words that swizzling leaves together: 16 bytes, of which a line has 8."""
 
 
-LONG_SUM, SETTLED = 640, 512
-"""Tensor cores truncate what they have added up, each time by up to 2^-23 of it: float32 sums longer than LONG_SUM begin anew after SETTLED
-indices, and what they were is added up by ordinary additions."""
-
-
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

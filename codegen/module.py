@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from codegen.config import Config
 from codegen.families import config_from_dict
 from codegen.kernelbench import violations
+from codegen.layout import ceil_div
 from codegen.library import FORMS, KERNELS, LibraryConfig
 from codegen.provenance import Provenance
 from codegen.reference import parameter_shapes
@@ -294,7 +295,7 @@ def _pieces(source: Source) -> tuple[list[tuple[str, int, int]], int, int]:
     PIECE_BYTES, and the bytes of all of them, for an image and whatever the batch."""
 
     def whole(elements: int) -> int:
-        return -(-elements * source.spec.itemsize // PIECE_BYTES) * PIECE_BYTES
+        return ceil_div(elements * source.spec.itemsize, PIECE_BYTES) * PIECE_BYTES
 
     pieces, each, fixed = [], 0, 0
     for name, elements in source.packed:

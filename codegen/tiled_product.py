@@ -6,8 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from codegen.layout import LONG_SUM, SETTLED, Access, padded_stride
+from codegen.layout import Access, padded_stride
 from codegen.sequence import HALF_PARTS, norm_store
+
+LONG_SUM, SETTLED = 640, 512
+"""Tensor cores truncate what they have added up, each time by up to 2^-23 of it: float32 sums longer than LONG_SUM begin anew after SETTLED
+indices, and what they were is added up by ordinary additions."""
+
+
+def settled_tiles(sum: int, sum_tile: int, exact: bool) -> int:
+    """Tiles of a sum after which it begins anew; 0 where it does not, as where it is not of float32 products on tensor cores (`exact`):
+    16-bit results do not show the difference."""
+    return SETTLED // sum_tile if exact and sum > LONG_SUM else 0
 
 
 @dataclass(frozen=True)
@@ -38,9 +48,8 @@ class Product:
 
     @property
     def settled(self) -> int:
-        """Tiles of the sum after which it begins anew; 0 where it does not: ordinary sums are rounded, and 16-bit results do not show the
-        difference."""
-        return SETTLED // self.sum_tile if self.math in ("fp16x3", "tf32x3") and self.sum > LONG_SUM else 0
+        """See settled_tiles."""
+        return settled_tiles(self.sum, self.sum_tile, self.math in ("fp16x3", "tf32x3"))
 
     @property
     def row_tiles(self) -> int:

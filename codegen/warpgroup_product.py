@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.layout import LONG_SUM, SETTLED, Access, ceil_div
+from codegen.layout import Access, ceil_div
+from codegen.tiled_product import settled_tiles
 
 SUM_TILES = (32, 64)
 """Indices of the sum in one step: rows of 64 or 128 bytes in the buffers. Of the same bytes, smaller steps have more under way."""
@@ -69,8 +70,8 @@ class WarpgroupProduct:
 
     @property
     def settled(self) -> int:
-        """Tiles of the sum after which it begins anew; 0 where it does not: 16-bit results do not show the difference."""
-        return SETTLED // self.sum_tile if self.operands == 2 and self.sum > LONG_SUM else 0
+        """See settled_tiles."""
+        return settled_tiles(self.sum, self.sum_tile, self.operands == 2)
 
     @property
     def a_tile(self) -> int:
@@ -137,13 +138,8 @@ class WarpgroupProduct:
         return 40 + 4 * self.warp_columns * self.operands
 
     def conflicts(self) -> dict[str, int]:
-        """Access name -> extra wavefronts of one warp-wide access; a row is a swizzled one."""
-        return {access.name: access.conflicts(ROW) for access in (_normalised(self.norm_lanes), _ATTENDED)}
-
-
-def _swizzled(row: int, index: int) -> int:
-    """The word of a row that has an index; see `swizzled` in templates/warpgroup.cu.j2."""
-    return (index // CHUNK ^ row % 8) * 4 + index % CHUNK // 2
+        """Access name -> extra wavefronts of one warp-wide access; rows are swizzled (`swizzled` in templates/warpgroup.cu.j2)."""
+        return {access.name: access.conflicts(ROW, 1) for access in (_normalised(self.norm_lanes), _ATTENDED)}
 
 
 def _normalised(lanes: int) -> Access:
@@ -153,14 +149,14 @@ def _normalised(lanes: int) -> Access:
     def cell(lane: int) -> tuple[int, int]:
         group = lane // lanes
         row = group % 2 * 4 + group // 2 if lanes == 4 else group
-        return row, _swizzled(row, CHUNK * (lane % lanes) % SUM_TILE)
+        return row, CHUNK * (lane % lanes) % SUM_TILE // 2
 
     return Access("tokens as operand A", 4, cell)
 
 
 def _attended(lane: int) -> tuple[int, int]:
     """A chunk a lane, of eight indices; a quarter warp has two rows, and of them every second chunk."""
-    return lane // 4, _swizzled(lane // 4, 16 * (lane % 4))
+    return lane // 4, 8 * (lane % 4)
 
 
 _ATTENDED = Access("fragments as operand A", 4, _attended)

@@ -65,7 +65,7 @@ def edited(source: Source, pattern: str, replacement: str, which: int | None = N
     for match in reversed(found if which is None else [found[which]]):
         text = text[: match.start()] + match.expand(replacement) + text[match.end() :]
     assert text != source.text, f"{pattern!r} -> {replacement!r} changes nothing"
-    return Source(source.spec, text, source.kernels)
+    return dataclasses.replace(source, text=text)
 
 
 # -- right sources

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import random
-import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +23,7 @@ from codegen.warpgroup_product import COLUMN_TILES, WarpgroupProduct
 from emitted import PREDICTED
 from emulated import error_of
 from emulated import right as holds
+from test_mutants import edited
 from tuner.compile import compile_source
 from tuner.emulator import EmulationError
 from tuner.space import parse_fixed, space
@@ -182,10 +181,9 @@ def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
     spec = dataclasses.replace(WIDE, dtype=dtype)
     groups = ("out",) if "behind the last" in fault else BOTH  # with both streamed, what is there is the tokens, whose zeros end likewise
     source = rendered(spec, groups, STREAMED if fault in STREAMED_MUTANTS else "wgmma", down=8, parts=2)
-    text, count = re.subn(pattern, replacement, source.text)
-    assert count, f"the source no longer has {pattern!r}: write this mutant anew"
+    mutant = edited(source, pattern, replacement)
     try:
-        found = not right(dataclasses.replace(source, text=text), cache)
+        found = not right(mutant, cache)
     except EmulationError as error:
         assert error.report.kind != "compile", f"the mutant does not compile, so it shows nothing: {error}"
         found = True
@@ -195,8 +193,8 @@ def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
 def settling(after: int, engine: str, spec: BlockSpec) -> Source:
     """Of products whose sums begin anew after so many indices, if they are longer."""
     with contextlib.ExitStack() as stack:
-        for module, name in itertools.product(("warpgroup_product", "tiled_product"), ("LONG_SUM", "SETTLED")):
-            stack.enter_context(mock.patch(f"codegen.{module}.{name}", after))
+        for name in ("LONG_SUM", "SETTLED"):
+            stack.enter_context(mock.patch(f"codegen.tiled_product.{name}", after))
         if engine != "mma":
             return rendered(spec, engine=engine, down=8, stages=3)
         config = default(spec.problem("row"), TARGET, DTYPE_MATHS[spec.dtype][0], "mma")
@@ -225,10 +223,7 @@ SETTLED_MUTANTS = {
 @pytest.mark.parametrize("fault, engine", [(fault, engine) for fault, (engines, *_) in SETTLED_MUTANTS.items() for engine in engines])
 def test_a_planted_fault_of_sums_that_begin_anew_is_caught(fault: str, engine: str, cache: Path) -> None:
     _, pattern, replacement = SETTLED_MUTANTS[fault]
-    source = settling(64, engine, WIDE)
-    text, count = re.subn(pattern, replacement, source.text)
-    assert count, f"the source no longer has {pattern!r}: write this mutant anew"
-    assert not right(dataclasses.replace(source, text=text), cache)
+    assert not right(edited(settling(64, engine, WIDE), pattern, replacement), cache)
 
 
 def test_long_sums_are_as_accurate_as_short_ones(cache: Path) -> None:
