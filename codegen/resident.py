@@ -107,7 +107,7 @@ class ResidentPlan(StreamedPlan):
         )  # fmt: skip
 
     # Shared memory, in words: operand A of either product, in the same place or one behind the other, the ring, a head's keys and
-    # values, the ring's barriers
+    # values, barriers, the output's bias
 
     @property
     def attended(self) -> int:
@@ -145,8 +145,17 @@ class ResidentPlan(StreamedPlan):
 
     @property
     def barriers(self) -> int:
-        """Two words for each buffer."""
+        """Two words for each buffer, and for each of two copies of the attention's result."""
         return self.values + self._kept
+
+    @property
+    def bias(self) -> int:
+        """Where the output's bias starts."""
+        return ceil_div(self.barriers + 2 * (self.config.stages + 2 * (self.config.result == "scratch")), 4) * 4
+
+    @property
+    def _bias_words(self) -> int:
+        return ceil_div(self.dim * self.problem.block.itemsize, 4) if self.problem.block.out_bias else 0
 
     @property
     def key_columns(self) -> int:
@@ -160,13 +169,14 @@ class ResidentPlan(StreamedPlan):
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
-        """(name, elements of the block's type for one image): the attention's result as fragments."""
-        return (("attended", self.problem.lines * self.tiles * 16 * self.inner),) if self.config.result == "scratch" else ()
+        """(name, elements of the block's type for one image): the attention's result, of each block as operand A of the output product."""
+        blocks, words = ceil_div(self.problem.lines, self.config.sequences), self.out.buffers
+        return (("attended", blocks * words * 4 // self.problem.block.itemsize),) if self.config.result == "scratch" else ()
 
     @cached_property
     def kernels(self) -> dict[str, tuple[int, int, int, int]]:
         """Kernel -> threads of a block, bytes of shared memory, blocks asked for on a multiprocessor, registers estimated."""
-        shared = 4 * (self.barriers + 2 * self.config.stages)
+        shared = 4 * (self.bias + self._bias_words)
         return {"block": (32 * self.warps, shared, self.config.blocks, self._registers), **self.norm_kernel}
 
     @property
@@ -266,7 +276,10 @@ def _careful(problem: AxisProblem, target: Target, math: str, attention: str, ov
     rows_and_sequences = [pair for pair in itertools.product((1, 2, 4), together) if _attends(problem, math, attention, *pair)]
     groups = [n for n in (4, 2, 1) if n == 1 or (tiles <= 5 and not overlap and block.heads % n == 0)]
     columns = [n for n in (32, 16, 8, 4) if n <= max(4, ceil_div(block.dim, 8))]
-    key_tiles = (16, 32, 80, 48) if math == "fp16x3" else (32, 80, 48, 16)  # operands in two parts take twice the registers
+    # Operands in two parts take twice the registers; a multiprocessor with four warpgroups or fewer has some to spare.
+    key_tiles: tuple[int, ...] = (16, 32, 80, 48) if math == "fp16x3" else (32, 80, 48, 16)
+    if attention == "wgmma" and tiles <= 8:
+        key_tiles = (64, *key_tiles)
     rings = [(64, 4), (64, 3), (32, 4), (32, 3), (64, 2), (32, 2)]  # steps of half the size rather than two buffers alone
     if block.dim <= SUM_TILE:  # a column tile is one step, which half the size would make two
         rings.sort(reverse=True)

@@ -71,6 +71,8 @@ SHAPES: dict[str, tuple[BlockSpec, dict[str, int | str | bool]]] = {
         BlockSpec(64, 2, 3, 64, 1, "bfloat16", ("row",), head_dim=64),
         dict(**BY_WGMMA) | dict(sequences=2),
     ),
+    "attention by wgmma with biases": (dataclasses.replace(WHOLE, qkv_bias=True), dict(**BY_WGMMA)),
+    "attention by wgmma of narrow heads": (BlockSpec(32, 2, 1, 120, 1, "bfloat16", ("row",)), dict(**BY_WGMMA, key_tile=64)),
     "two heads at once": (BlockSpec(40, 4, 1, 80, 1, "float16", ("row",)), dict(sequences=1, key_tile=80, head_group=2, overlap=False)),
     "two heads at once beside two others": (BlockSpec(72, 4, 3, 35, 1, "bfloat16", ("row",)), dict(head_group=2, stages=3)),
     "two heads at once, both parts": (BlockSpec(24, 2, 3, 35, 1, "float32", ("row",)), dict(head_group=2, result="shared")),
@@ -108,16 +110,26 @@ MUTANTS = {
     "no barrier before keys and values are read": (r"(if \([^)]*\) )?__syncthreads\(\);  // keys and values", "//"),
     "no fence behind the tokens": (r"fence_async_proxy\(\);(\n *__syncthreads\(\);  // operand A)", r"\1"),
     "no barrier behind the tokens": (r"__syncthreads\(\);  // operand A and", "//"),
-    "no fence behind the attention's result": (r"fence_async_proxy\(\);(\n *__syncthreads\(\);\n)", r"\1"),
-    "no barrier behind the attention's result": (r"(fence_async_proxy\(\);)\n *__syncthreads\(\);\n", r"\1\n"),
+    "no fence behind the attention's result": (r"if \(C::SCRATCH\) fence_async_proxy_global\(\);\n *else ", ""),
+    "no barrier behind the attention's result": (r"(else fence_async_proxy\(\);)\n *__syncthreads\(\);\n", r"\1\n"),
+    "no fence behind the first heads' result": (r"if \(early\) fence_async_proxy_global\(\);", ""),
+    "the first heads' result is copied over tokens that are multiplied": (r"(early = .*head) == C::HEADS - GROUP;", r"\1 == 0;"),
+    "the first heads' result is not waited for": (r"(LATE > 0 && turn \+ next == 0\)) wait_for_bulk_copy\([^;]*;", r"\1 ;"),
+    "the last heads' result is not waited for": (r"(next == LATE\)) wait_for_bulk_copy\([^;]*;", r"\1 ;"),
+    "the last heads' result is taken from the first ones' place": (
+        r"(copy_result)<EARLY_TILES, (Out::SUM / 64)>",
+        r"\1<0, \2 - EARLY_TILES>",
+    ),
+    "no zeros behind the attention's result": (r"fill\(held, result[^;]*;", ""),
+    "the output's bias does not come to shared memory": (r"store\(shared \+ C::BIAS \+ at, [^;]*;", ";"),
     "no barrier before a buffer is filled again": (r"__syncthreads\(\);  // the step before", "//"),
     "a buffer is filled again a step too early": (r"wgmma_wait<1>\(\);", ""),
-    "a buffer is filled again with the step after": (r"start\(filled\)", "start(filled + 1)"),
+    "a buffer is filled again with the step after": (r"next \+= words;", "next += filled == STAGES ? 0 : words;"),
     "buffers are filled again while they are read": (r"ring\.refill\(ring\.step\)", "ring.refill(ring.step + 1)"),
     "the copy is not waited for": (r"wait_for_bulk_copy\(ring\.shared .*\n", "\n"),
     "the wrong phase is waited for": (r"round % 2\)", "(round + 1) % 2)"),
     "the products are not waited for": (r"(finish\(float[^{]*\{\n *)wgmma_wait<0>\(\);", r"\1"),
-    "weights of the output are taken from the start of the queries'": (r"\(at - FIRST_STEPS\)", "(at)"),
+    "weights of the output are taken from the start of the queries'": (r"next = packed_out;", ";"),
     "a step of the next head is left out": (
         r"\(each \* KEY_STEPS \+ key_step \+ 1\) \* First::SUM_TILES",
         "key_step * (First::SUM_TILES - 1)",
@@ -132,8 +144,9 @@ MUTANTS = {
 }
 OF_WGMMA_ATTENTION = {
     "no fence behind keys and values": (r"if constexpr \(S::BY_WARPGROUPS\) fence_async_proxy\(\);", ""),
-    "keys are not swizzled": (r"keys\[swizzled<KEY_ROW>\((16 \* tile[^,]*), ([^)]*)\)\)", r"keys[(\1) * KEY_ROW + (\2)) / 2"),
-    "values are not transposed": (r"__uint_as_float\(transpose_8x8\((.*)\)\);", r"__uint_as_float(\1);"),
+    "keys and values are not swizzled": (r"at = swizzled<KEY_ROW>\((16 \* tile[^,]*), (.*)\);", r"at = (\1) * KEY_ROW + (\2) / 2;"),
+    "values are not turned": (r"wgmma_turned\(Format", "wgmma(Format"),
+    "keys have the queries' order of channels": (r"result_column<PADDED_HEAD_DIM / 4>\(at\)", "at"),
     "the scores are not waited for": (
         r"wgmma_wait<1>\(\);\n(#pragma unroll\n *for [^\n]*keep_in_registers\(p\[row\]\);\n *wgmma_fence)",
         r"\1",
@@ -142,7 +155,7 @@ OF_WGMMA_ATTENTION = {
     "the last weighted sum is not waited for": (r"wgmma_wait<0>\(\);\n *keep_sums", "keep_sums"),
     "keys behind the end have weights": (r"p\[row\]\[j\]\[i\] = minus_infinity\(\)", "p[row][j][i] = 0.0f"),
     "each tile has the first one's keys": (r"keys \+ step \* S::KEY_TILE \* KEY_ROW", "keys"),
-    "each tile has the first one's values": (r"key = step \* S::KEY_TILE \+ 16 \* k;", "key = 16 * k;"),
+    "each tile has the first one's values": (r"values \+ \(step \* S::KEY_TILE \+ 16 \* k\)", "values + (16 * k)"),
 }
 OF_HEADS_AT_ONCE = {
     "both heads' keys and values in one place": (r"HEAD_WORDS = KEPT_TILES \* C::ROW_TILE", "HEAD_WORDS = 0"),
@@ -181,7 +194,12 @@ def test_a_fault_in_wgmmas_attention_is_caught(fault: str, cache: Path) -> None:
 
 def test_a_lost_fragment_in_shared_memory_is_caught(cache: Path) -> None:
     spec, changes = SHAPES["an odd number of fragments in shared memory"]
-    assert caught(rendered(spec, **changes), r"fill\(held, shared \+ C::ATTENDED[^;]*;", "", cache)
+    assert caught(rendered(spec, **changes), r"fill\(held, result[^;]*;", "", cache)
+
+
+def test_the_bias_of_keys_in_the_queries_order_is_caught(cache: Path) -> None:
+    spec, changes = SHAPES["attention by wgmma with biases"]
+    assert caught(rendered(spec, **changes), r"channel = S::BY_WARPGROUPS && j >= STEPS \?[^:]*: ", "channel = ", cache)
 
 
 @pytest.mark.parametrize("fault", OF_HEADS_AT_ONCE)
@@ -196,10 +214,12 @@ def test_a_fault_in_the_order_of_rows_is_caught(fault: str, cache: Path) -> None
     assert caught(rendered(dataclasses.replace(spec, dtype="bfloat16"), **changes), *OF_TWO_ROWS[fault], cache), fault
 
 
-def test_the_emulator_says_which_fence_is_missing(cache: Path) -> None:
-    source = rendered()
-    text = re.sub(*MUTANTS["no fence behind the attention's result"], source.text)
-    with pytest.raises(EmulationError, match="wrote without fence_async_proxy"):
+@pytest.mark.parametrize("result", ["scratch", "shared"])
+def test_the_emulator_says_which_fence_is_missing(result: str, cache: Path) -> None:
+    source = rendered(result=result)
+    fence = {"scratch": "fence_async_proxy_global()", "shared": "fence_async_proxy()"}[result]
+    text = re.sub(r"if \(C::SCRATCH\) fence_async_proxy_global\(\);\n *else fence_async_proxy\(\);", "", source.text)
+    with pytest.raises(EmulationError, match=f"wrote without {re.escape(fence)} since"):
         right(dataclasses.replace(source, text=text), cache)
 
 
@@ -267,7 +287,8 @@ def test_one_kernel_computes_the_axis_and_scratch_holds_the_result_alone() -> No
     pack, block = source.kernels
     assert (pack.name, block.name) == ("axial_pack", "axial_row_block")
     assert block.threads == 256 and block.count(RAGGED, 2) == 2 * 3 * 3 and block.blocks(RAGGED, 1) == 2
-    assert dict(source.scratch) == {"attended": 3 * 48 * 96} and set(dict(source.packed)) == {"row_packed_qkv", "row_packed_out"}
+    assert dict(source.scratch) == {"attended": 2 * (8 * 16) * 128}, "as operand A, of whole blocks and whole tiles of the sum"
+    assert set(dict(source.packed)) == {"row_packed_qkv", "row_packed_out"}
     assert dict(source.packed)["row_packed_qkv"] == 3 * (3 * 32) * 128, "a tile of columns is a head"
     assert source.buffers(3)["row_packed_out"] == source.buffers(1)["row_packed_out"]
     named = ("x", "norm_weight", "norm_bias", "row_packed_qkv", "attended", "y", "row_packed_out", "out_bias")

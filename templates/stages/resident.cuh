@@ -5,7 +5,8 @@
 // A whole axis in one kernel, by warpgroups. A block has SEQUENCES sequences, of which a warp has ROWS row tiles: their normalised tokens stay in
 // shared memory as operand A of the QKV product, of which a column tile is HEAD_GROUP heads. Their queries stay in their warp's registers, their
 // keys and values lie in shared memory for the warps of the sequence. A head's result goes to its place in operand A of the output product or,
-// where that is the tokens' place, to scratch until there are no more heads.
+// where that is the tokens' place, to scratch in the same order: from there it is copied as soon as nothing reads the tokens any more, while attention of
+// the last heads goes on, and what these add at the end.
 //
 // The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one column
 // tile. With OVERLAP the steps of the next heads are spread over the tiles of keys of these, so that the matrix unit multiplies
@@ -24,7 +25,8 @@ struct Resident {
   static constexpr int STAGES = Qkv::STAGES, FIRST_STEPS = First::COLUMN_TILES * First::SUM_TILES, ALL_STEPS = FIRST_STEPS + Second::COLUMN_TILES * Second::SUM_TILES;
   static constexpr int BLOCK_TILES = C::SEQUENCES * C::TILES;  // row tiles of the block that may be real
   static constexpr int KEPT_TILES = S::BY_WARPGROUPS ? Qkv::ROW_TILES : BLOCK_TILES;  // of keys: the matrix unit's are whole blocks of 64
-  static constexpr int PAGES = C::INNER / 16 * OPERANDS;  // of the attention's result in a row tile
+  static constexpr int RESULT = OPERANDS * Second::A_OPERAND;  // words of the attention's result as operand A
+  static constexpr int EARLY_TILES = C::SCRATCH ? (C::HEADS - C::HEAD_GROUP) * C::PADDED_HEAD_DIM / 64 : 0;  // of it that have no part of the last heads
   static constexpr int FIRST_TILES = Qkv::WARP_COLUMN_TILES, SECOND_TILES = Out::WARP_COLUMN_TILES;
   static constexpr int GROUP = C::HEAD_GROUP, HEAD_WORDS = KEPT_TILES * C::ROW_TILE;  // of a head's keys, and of its values
 
@@ -34,27 +36,25 @@ struct Resident {
     return (warp / 4 * ROWS + tile % ROWS) * 4 + warp % 4;
   }
 
-  // The ring, and where a warp is in it.
+  // The ring, and where a warp is in it. It is computed without a lane's number, so that the compiler sees that lanes agree and has one copy for a warp.
   struct Ring {
     float* shared;
-    const float *packed_qkv, *packed_out;
-    int warpgroup;
+    const float *next, *packed_out;  // next: what is copied next
+    int warp;
     int step, stage, round;  // the next one; its buffer, and how often that has been used before
-    int filled;              // the first step whose copy has not been started
-
-    // Starts the copy of what step `at` needs.
-    __device__ __forceinline__ void start(int at) const {
-      const int stage = at % STAGES;
-      const bool first = at < FIRST_STEPS;
-      const float* from = first ? packed_qkv + static_cast<long long>(at) * Qkv::B_TILE : packed_out + static_cast<long long>(at - FIRST_STEPS) * Out::B_TILE;
-      start_bulk_copy(shared + C::RING + stage * C::RING_TILE, from, 4 * (first ? Qkv::B_TILE : Out::B_TILE), shared + C::BARRIERS + 2 * stage);
-    }
+    int filled, filling;     // warp 0's: the first step whose copy has not been started, and its buffer
 
     // Has buffers filled again: all threads are done with the first `done` steps.
     __device__ __forceinline__ void refill(int done) {
-      if (threadIdx.x != 0) return;
+      if (warp != 0) return;
 #pragma unroll 1
-      for (; filled < min(done + STAGES, ALL_STEPS); ++filled) start(filled);
+      for (; filled < min(done + STAGES, ALL_STEPS); ++filled) {
+        if (filled == FIRST_STEPS) next = packed_out;
+        const int words = filled < FIRST_STEPS ? Qkv::B_TILE : Out::B_TILE;
+        if (threadIdx.x == 0) start_bulk_copy(shared + C::RING + filling * C::RING_TILE, next, 4 * words, shared + C::BARRIERS + 2 * filling);
+        next += words;
+        if (++filling == STAGES) filling = 0;
+      }
     }
   };
 
@@ -103,7 +103,7 @@ struct Resident {
   // One of a column tile's steps that are apart in a loop: tile `sum_tile` of the sum.
   template <bool DONE>
   static __device__ __forceinline__ void multiply_one(float (&acc)[ROWS][FIRST_TILES][4], float (&rest)[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? FIRST_TILES : 1][4], Ring& ring, int sum_tile) {
-    const unsigned long long a = First::rows(ring.shared, ring.warpgroup * ROWS) + First::tile_of_sum(sum_tile);
+    const unsigned long long a = First::rows(ring.shared, ring.warp / 4 * ROWS) + First::tile_of_sum(sum_tile);
     multiply<Qkv, DONE>(acc, rest, ring, ring.stage, ring.round, a, true, First::SUM_TILES > 1 && sum_tile == First::SUM_TILES - 1);
   }
 
@@ -113,17 +113,21 @@ struct Resident {
     using Product = WarpgroupProduct<P>;
     constexpr bool FIRST = SAME<P, Qkv>, ROUND = Product::SUM_TILES % STAGES == 0 && STAGES % Product::TILES_OF_A == 0 && (FIRST || FIRST_STEPS % STAGES == 0);
     constexpr int TOGETHER = ROUND ? STAGES : Product::TILES_OF_A;
-    const unsigned long long a = Product::rows(ring.shared + (FIRST ? 0 : C::ATTENDED), ring.warpgroup * ROWS);
+    const unsigned long long a = Product::rows(ring.shared + (FIRST ? 0 : C::ATTENDED), ring.warp / 4 * ROWS);
     const int round = ring.round;
+    constexpr int LATE = EARLY_TILES * Product::TILES_OF_A;  // of the attention's result, the first step whose operand A comes last
     constexpr bool CLEAR = Product::SUM_TILES > TOGETHER;
     if constexpr (CLEAR{{ " && FIRST" if spec.out_bias }}) clear(acc);
     if constexpr (CLEAR && OPERANDS == 2) clear(rest);
 #pragma unroll 1
     for (int turn = 0; turn < Product::SUM_TILES / TOGETHER; ++turn)
 #pragma unroll
-      for (int next = 0; next < TOGETHER; ++next)
+      for (int next = 0; next < TOGETHER; ++next) {
+        if (C::SCRATCH && !FIRST && LATE > 0 && turn + next == 0) wait_for_bulk_copy(ring.shared + C::BARRIERS + 2 * STAGES, 0);
+        if (C::SCRATCH && !FIRST && turn * TOGETHER + next == LATE) wait_for_bulk_copy(ring.shared + C::BARRIERS + 2 * STAGES + 2, 0);
         multiply<P, false>(acc, rest, ring, ROUND ? next : ring.stage, ROUND ? round + turn : ring.round, a + turn * Product::tile_of_sum(TOGETHER) + Product::tile_of_sum(next),
                            CLEAR || turn + next > 0, FIRST && Product::SUM_TILES > 1 && turn * TOGETHER + next == Product::SUM_TILES - 1);
+      }
   }
 
   // Waits for all products, and adds up what they are in two parts.
@@ -155,7 +159,8 @@ struct Resident {
 #pragma unroll
         for (int j = 0; j < 3 * STEPS; ++j) {
           float bias[2] = {};
-          load_channels<C::HEAD_DIM>(bias, qkv_bias + (j / STEPS * C::HEADS + head + each) * C::HEAD_DIM, 8 * (j % STEPS) + 2 * (lane % 4));
+          const int channel = S::BY_WARPGROUPS && j >= STEPS ? lane % 4 * (2 * STEPS) + 2 * (j % STEPS) : 8 * (j % STEPS) + 2 * (lane % 4);
+          load_channels<C::HEAD_DIM>(bias, qkv_bias + (j / STEPS * C::HEADS + head + each) * C::HEAD_DIM, channel);
 #pragma unroll
           for (int c = 0; c < 4; ++c) own[j][c] += bias[c % 2];
         }
@@ -170,8 +175,8 @@ struct Resident {
     if constexpr (S::BY_WARPGROUPS) fence_async_proxy();
   }
 
-  // A head's result, to its place or to scratch. Places take two fragments at once: `held` has the first of two.
-  static __device__ __forceinline__ void keep_result(const Softmax& softmax, float (&held)[ROWS][OPERANDS][4], float* a, float* scratch, int tile, int end, int head, int lane) {
+  // A head's result, to its place in `a`: operand A of the output product, which takes two fragments at once (`held` has the first of two), or scratch.
+  static __device__ __forceinline__ void keep_result(const Softmax& softmax, float (&held)[ROWS][OPERANDS][4], float* a, int tile, int head, int lane) {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
       softmax.result(row, [&](int step, const float(&quads)[OPERANDS][4]) {
@@ -179,7 +184,7 @@ struct Resident {
 #pragma unroll
         for (int which = 0; which < OPERANDS; ++which) {
           if constexpr (C::SCRATCH) {
-            if (tile + row < end) store_global(scratch + (row * PAGES + at * OPERANDS + which) * 128 + 4 * lane, quads[which]);
+            Second::store_fragment(a, which, 16 * position(tile + row), at, lane, quads[which]);
           } else {
             if (at % 2 == 1) {
               const float both[2][4] = {% raw %}{{held[row][which][0], held[row][which][1], held[row][which][2], held[row][which][3]}, {quads[which][0], quads[which][1], quads[which][2], quads[which][3]}}{% endraw %};
@@ -192,49 +197,77 @@ struct Resident {
       });
   }
 
-  // What is left of operand A of the output product: from scratch all, where a lane reads what it has written; else a last fragment, and zeros.
-  static __device__ __forceinline__ void fill(const float (&held)[ROWS][OPERANDS][4], float* a, const float* scratch, int tile, int end, int lane) {
-    constexpr int FIRST = C::SCRATCH ? 0 : C::INNER / 32;
+  // What is left of operand A of the output product behind the result: a last fragment, and zeros.
+  static __device__ __forceinline__ void fill(const float (&held)[ROWS][OPERANDS][4], float* a, int tile, int lane) {
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) {
-#pragma unroll 8
-      for (int at = FIRST * OPERANDS; at < Out::SUM / 32 * OPERANDS; ++at) {
-        const int pair = at / OPERANDS, which = at % OPERANDS;
-        float quads[2][4] = {};
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+      for (int which = 0; which < OPERANDS; ++which) {
+        const int first_row = 16 * position(tile + row);
+        float last[2][4] = {};
         if constexpr (C::SCRATCH) {
 #pragma unroll
-          for (int next = 0; next < 2; ++next) {
-            const int page = (2 * pair + next) * OPERANDS + which;
-            if (tile + row < end && page < PAGES) load(quads[next], scratch + (row * PAGES + page) * 128 + 4 * lane);
-          }
-        } else if (C::INNER % 32 != 0 && pair == FIRST) {
+          for (int at = C::INNER / 16; at < Out::SUM / 16; ++at) Second::store_fragment(a, which, first_row, at, lane, last[1]);
+        } else {
 #pragma unroll
-          for (int word = 0; word < 4; ++word) quads[0][word] = held[row][which][word];
+          for (int pair = C::INNER / 32; pair < Out::SUM / 32; ++pair) {
+#pragma unroll
+            for (int word = 0; word < 4; ++word) last[0][word] = C::INNER % 32 != 0 && pair == C::INNER / 32 ? held[row][which][word] : 0.0f;
+            Second::store_fragments(a, which, first_row, pair, lane, last);
+          }
         }
-        Second::store_fragments(a, which, 16 * position(tile + row), pair, lane, quads);
       }
+  }
+
+  // One thread starts copies of the tiles of the attention's result from `first` on, which has come to scratch and is behind a fence of each thread.
+  template <int FIRST, int END>
+  static __device__ __forceinline__ void copy_result(float* shared, const float* result) {
+    float* const barrier = shared + C::BARRIERS + 2 * STAGES + (END < Out::SUM / 64 ? 0 : 2);
+#pragma unroll
+    for (int which = 0; which < OPERANDS; ++which) {
+      const int at = which * Second::A_OPERAND + FIRST * Second::A_TILE, words = (END - FIRST) * Second::A_TILE;
+      if (which < OPERANDS - 1)
+        add_bulk_copy(shared + at, result + at, 4 * words, barrier);
+      else
+        start_bulk_copy(shared + at, result + at, 4 * words, barrier);
     }
   }
 
   static __device__ __forceinline__ void run({{ (["const Element* x"] + norms | declared + ["const float* packed_qkv"] + qkv_bias | declared + ["float* attended", "Element* y", "const float* packed_out"] + out_bias | declared + spec.terms | declared) | join(", ") }}, int row_tiles, float* shared) {
     const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * ROWS, first_tile = static_cast<int>(blockIdx.x) * BLOCK_TILES;
     const int end = min(row_tiles - first_tile, BLOCK_TILES);  // of the block's row tiles
-    Ring ring{shared, packed_qkv, packed_out, __shfl_sync(ALL_LANES, static_cast<int>(threadIdx.x) / 128, 0), 0, 0, 0, 0};  // by a shuffle: the compiler then knows that lanes agree
+    Ring ring{shared, packed_qkv, packed_out, __shfl_sync(ALL_LANES, static_cast<int>(threadIdx.x) / 32, 0), 0, 0, 0, 0, 0};  // by a shuffle: the compiler then knows that lanes agree
     if (threadIdx.x == 0) {
-      for (int stage = 0; stage < STAGES; ++stage) init_barrier(shared + C::BARRIERS + 2 * stage);
+      for (int barrier = 0; barrier < STAGES + (C::SCRATCH ? 2 : 0); ++barrier) init_barrier(shared + C::BARRIERS + 2 * barrier);
       publish_barriers();
       wait_for_previous_kernel();  // the weights are packed; the barrier below has all threads behind this
     }
     ring.refill(0);
+{% if spec.out_bias %}
+    // The output's bias goes to shared memory, where nobody waits long for it ahead of that product.
+    constexpr int BIAS_WORDS = ceil_div(C::DIM, PER_WORD), BIAS_TURNS = ceil_div(BIAS_WORDS, Qkv::THREADS);
+    const Element* const bias = reinterpret_cast<const Element*>(shared + C::BIAS);
+    Word bias_words[BIAS_TURNS][1] = {};
+#pragma unroll
+    for (int turn = 0; turn < BIAS_TURNS; ++turn) {
+      const int at = (threadIdx.x + turn * Qkv::THREADS) * PER_WORD;
+      load_some<false>(bias_words[turn], out_bias + at, true, at, C::DIM);
+    }
+{% endif %}
     normalise_by_groups<C>({{ (["x"] + norms | list) | join(", ") }}, first_tile, first_tile + end,
                            [&](int row_tile, int row, int channel, const float(&values)[CHUNK]) { First::store_row(shared, 16 * position(row_tile) + row, channel, values); });
+{% if spec.out_bias %}
+#pragma unroll
+    for (int turn = 0; turn < BIAS_TURNS; ++turn)
+      if (const int at = threadIdx.x + turn * Qkv::THREADS; at < BIAS_WORDS) store(shared + C::BIAS + at, bias_words[turn]);
+{% endif %}
     fence_async_proxy();
     __syncthreads();  // operand A and the barriers are there for all
 
     float *const keys = shared + C::KEYS, *const values = shared + C::VALUES;
-    // A warp without tokens takes part in all: its first key is another warp's, and its result is not stored.
+    // A warp without tokens takes part in all: its first key is another warp's, and it writes nothing to y.
     const int first_key = min(tile, BLOCK_TILES - 1) / C::TILES * C::TILES * C::ROW_TILE;
-    float* const scratch = C::SCRATCH ? attended + static_cast<long long>(first_tile + tile) * (PAGES * 128) : nullptr;
+    float* const result = C::SCRATCH ? attended + static_cast<long long>(blockIdx.x) * RESULT : shared + C::ATTENDED;
     float held[ROWS][OPERANDS][4] = {};
     Softmax softmax[GROUP];
     OutputTiles<C, SECOND_TILES{{ ", true" if spec.out_bias }}> tiles[ROWS];
@@ -261,8 +294,11 @@ struct Resident {
 {% if spec.residual %}
         if constexpr (AHEAD) read_residual(0);
 {% endif %}
+        const bool early = EARLY_TILES > 0 && head == C::HEADS - GROUP;  // no more products read the tokens
+        if (early) fence_async_proxy_global();
         __syncthreads();  // keys and values are there for all
         ring.refill(ring.step);
+        if (early && threadIdx.x == 0) copy_result<0, EARLY_TILES>(shared, result);
         int next = 0;  // tile of the sum of the next heads
 #pragma unroll
         for (int each = 0; each < GROUP; ++each) {
@@ -285,29 +321,33 @@ struct Resident {
 {% else %}
           softmax[each].run(keys + each * HEAD_WORDS + first_key, values + each * HEAD_WORDS + first_key, lane, multiply_next);
 {% endif %}
-          keep_result(softmax[each], held, shared + C::ATTENDED, scratch, tile, end, head + each, lane);
+          keep_result(softmax[each], held, result, tile, head + each, lane);
         }
       }
       wgmma_wait<0>();  // there are none: this tells the compiler
     }
 
-    fill(held, shared + C::ATTENDED, scratch, tile, end, lane);
-    fence_async_proxy();
+    fill(held, result, tile, lane);
+    if (C::SCRATCH) fence_async_proxy_global();
+    else fence_async_proxy();
     __syncthreads();
+    if (C::SCRATCH && threadIdx.x == 0) copy_result<EARLY_TILES, Out::SUM / 64>(shared, result);
 #pragma unroll 1
     for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
       const int column = turn * Out::COLUMNS;
       float acc[ROWS][SECOND_TILES][4], rest[OPERANDS == 2 ? ROWS : 1][OPERANDS == 2 ? SECOND_TILES : 1][4];
 {% if spec.out_bias %}
 #pragma unroll
-      for (int row = 0; row < ROWS; ++row) tiles[row].begin(acc[row], out_bias, column, lane);
+      for (int row = 0; row < ROWS; ++row) {
+        tiles[row].begin(acc[row], bias, column, lane);
+        keep_in_registers(acc[row]);
+      }
+{% if spec.residual %}
+      __syncwarp();  // the residual's loads, behind which the bias would wait its turn, stay behind it
+{% endif %}
 {% endif %}
 {% if spec.residual %}
       if (!AHEAD || turn > 0) read_residual(column);
-{% endif %}
-{% if spec.out_bias %}
-#pragma unroll
-      for (int row = 0; row < ROWS; ++row) keep_in_registers(acc[row]);  // behind the loads of both, so that these are waited for together
 {% endif %}
       multiply_all<Out>(acc, rest, ring);
       finish(acc, rest);

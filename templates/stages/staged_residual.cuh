@@ -1,4 +1,5 @@
 {% set bias = ", const Element* __restrict__ out_bias" if spec.out_bias %}
+{% set whole = spec.itemsize == 2 %}{# of floats, the branches cost nothing #}
 // TILES neighbouring column tiles of a row tile of the output product, from column `column` on{{ ", with " if spec.out_bias or spec.residual }}{{ "bias" if spec.out_bias }}{{ " and " if spec.out_bias and spec.residual }}{{ "residual" if spec.residual }}, into y.
 {% if spec.residual %}
 // An element of y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x
@@ -12,6 +13,14 @@ template <typename C, int TILES{{ ", bool BEGUN = false" if spec.out_bias }}>
 struct OutputTiles {
   static constexpr int RUN = C::Out::RUN, TOGETHER = TILES <= 8 ? TILES : TILES % 8 == 0 ? 8 : 4, RUNS = 2 * TOGETHER / RUN;  // RUNS of RUN neighbours: what a lane has of them
   static_assert(TILES % TOGETHER == 0, "column tiles that go together");
+{% if whole %}
+
+  // The compiler cannot know that a block's columns end within DIM where they divide it: told so, it spares a branch an access.
+  static __device__ __forceinline__ void note_range(int channel) {
+    if constexpr (C::DIM % C::Out::COLUMNS == 0) __builtin_assume(channel < C::DIM);
+  }
+
+{% endif %}
 {% if spec.residual %}
   static constexpr bool EARLY = PER_WORD == 2 && (TILES <= 16 || C::Out::THREADS * C::Out::MIN_BLOCKS <= 256);  // a thread may have 255 registers then
   Word words[EARLY ? TILES / TOGETHER : 1][2][RUNS][RUN / PER_WORD];
@@ -24,7 +33,10 @@ struct OutputTiles {
       for (int run = 0; run < RUNS; ++run) {
 #pragma unroll
         for (int i = 0; i < RUN / PER_WORD; ++i) to[half][run][i] = Word(0);
-        if (tile < row_tiles && token < C::LENGTH) load_channels{{ "_here" if spec.itemsize == 2 }}<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
+{% if whole %}
+        note_range(channel + 4 * RUN * run);
+{% endif %}
+        if (tile < row_tiles && {{ "(C::LENGTH % 16 == 0 || token < C::LENGTH)" if whole else "token < C::LENGTH" }}) load_channels{{ "_here" if spec.itemsize == 2 }}<C::DIM>(to[half][run], x + C::offset(tile / C::TILES, token), channel + 4 * RUN * run);
       }
     }
   }
@@ -66,7 +78,10 @@ struct OutputTiles {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int token = tile % C::TILES * 16 + 8 * half + lane / 4;
-          if (tile >= row_tiles || token >= C::LENGTH) continue;
+          if (tile >= row_tiles || {{ "(C::LENGTH % 16 != 0 && token >= C::LENGTH)" if whole else "token >= C::LENGTH" }}) continue;
+{% if whole %}
+          note_range(channel + 4 * RUN * run);
+{% endif %}
           float sums[RUN]{{ " = {}" if not spec.residual }};
 {% if spec.residual %}
           unpack(sums, held[half][run]);

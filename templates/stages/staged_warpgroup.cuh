@@ -53,6 +53,18 @@ struct WarpgroupProduct {
     }
   }
 
+{% if resident %}
+  // Fragment `page` of the sum alone, to scratch from which operand A is copied as it is: a lane has words (g, k), (g+8, k), (g, k+8), (g+8, k+8). Four
+  // lanes write 32 bytes of a row, so that a tile of the sum has its indices in another order, which the weights are packed in as well.
+  static __device__ __forceinline__ void store_fragment(float* a, int which, int row, int page, int lane, const float (&quads)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float words[2] = {quads[half], quads[2 + half]};
+      store_global(a + which * A_OPERAND + page / 4 * A_TILE + swizzled(row + 8 * half + lane / 4, page % 4 * 16 + lane % 4 * 4), words);
+    }
+  }
+
+{% endif %}
 {% if streaming %}
   // What is streamed of a tile of the sum, in scratch [64 rows][tile of the sum] and in a buffer [64 rows]: PIECE words of 64 rows.
   static constexpr int PIECE = OPERANDS * 64 * SWIZZLED_ROW, STREAMED_ROWS = P::STREAMED ? ROWS / 64 * PIECE : 0, STEP = STREAMED_ROWS + P::B_TILE;

@@ -1,7 +1,6 @@
 // The same by warpgroups (see warpgroup.cu.j2), for ROWS times the 64 queries of a warpgroup, which are of one sequence. Queries and weights are operand A
-// in registers. Keys lie in shared memory as operand B of the scores, a row of PADDED_HEAD_DIM channels each; values transposed, as
-// operand B of the weighted sum: blocks of 64 keys, in which a channel is a row. While a tile's exponentials are computed, the scores of the
-// next tile and the weighted sum of the one before are under way.
+// in registers. Keys lie in shared memory as operand B of the scores, a row of PADDED_HEAD_DIM channels each, and so do values, as operand B of the
+// weighted sum that is turned. While a tile's exponentials are computed, the scores of the next tile and the weighted sum of the one before are under way.
 //
 // References are as in StreamedSoftmax. A warp that has to change its own computes the tile's scores again, by itself.
 template <typename C>
@@ -9,7 +8,7 @@ struct WarpgroupSoftmax {
   using S = typename C::Streamed;
   using Format = typename HalfFormat<typename C::Math>::Format;
   static constexpr int ROWS = S::ROWS, STEPS = C::PADDED_HEAD_DIM / 8, KEYS = S::KEY_TILE / 8, KEY_STEPS = 2 * ceil_div(C::LENGTH, 2 * S::KEY_TILE);  // in pairs
-  static constexpr int KEY_ROW = C::PADDED_HEAD_DIM / 2, VALUE_BLOCK = C::PADDED_HEAD_DIM * SWIZZLED_ROW;  // words
+  static constexpr int KEY_ROW = C::PADDED_HEAD_DIM / 2;  // words of a key, and of a value
   static_assert(HalfFormat<typename C::Math>::OPERANDS == 1, "operands without rests");
 
   unsigned query[ROWS][STEPS / 2][4], weights[ROWS][KEYS / 2][4];
@@ -27,15 +26,21 @@ struct WarpgroupSoftmax {
       }
   }
 
+  // A lane has 2 STEPS neighbouring channels of a key and of its value, because their weights are packed so: 16 bytes of them are stored at once.
   static __device__ __forceinline__ void store_keys(float* keys, float* values, int tile, int lane, const float (&acc)[3 * STEPS][4]) {
+    constexpr int TOGETHER = STEPS < 4 ? STEPS : 4;
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j)
+    for (int j = 0; j < STEPS; j += TOGETHER)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float(&k)[4] = acc[STEPS + j], (&v)[4] = acc[2 * STEPS + j];
-        keys[swizzled<KEY_ROW>(16 * tile + 8 * half + lane / 4, 8 * j + 2 * (lane % 4))] = __uint_as_float(Format::pack(k[2 * half], k[2 * half + 1]));
-        values[tile / 4 * VALUE_BLOCK + swizzled(8 * j + lane / 4, tile % 4 * 16 + 8 * half + 2 * (lane % 4))] =
-            __uint_as_float(transpose_8x8(Format::pack(v[2 * half], v[2 * half + 1])));
+        unsigned key[TOGETHER], value[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+          const float(&k)[4] = acc[STEPS + j + i], (&v)[4] = acc[2 * STEPS + j + i];
+          key[i] = Format::pack(k[2 * half], k[2 * half + 1]), value[i] = Format::pack(v[2 * half], v[2 * half + 1]);
+        }
+        const int at = swizzled<KEY_ROW>(16 * tile + 8 * half + lane / 4, lane % 4 * (2 * STEPS) + 2 * j);
+        store(keys + at, key), store(values + at, value);
       }
   }
 
@@ -60,10 +65,9 @@ struct WarpgroupSoftmax {
   __device__ __forceinline__ void start_sums(const float* values, int step) {
 #pragma unroll
     for (int k = 0; k < KEYS / 2; ++k) {
-      const int key = step * S::KEY_TILE + 16 * k;
-      const unsigned long long b = matrix_descriptor(values + key / 64 * VALUE_BLOCK) + key % 64 / 8;
+      const unsigned long long b = matrix_descriptor<KEY_ROW>(values + (step * S::KEY_TILE + 16 * k) * KEY_ROW);
 #pragma unroll
-      for (int row = 0; row < ROWS; ++row) wgmma(Format{}, out[row], weights[row][k], b, true);
+      for (int row = 0; row < ROWS; ++row) wgmma_turned(Format{}, out[row], weights[row][k], b, true);
     }
   }
 

@@ -76,14 +76,14 @@ bool next_copy(int groups, Copy& copy);  // the oldest copy that is in none of t
 // Products of a warpgroup, bulk copies and their barriers (warpgroup.cpp).
 void fence_registers(int line);
 void start_product(float* sums, int tiles, uint64_t a, uint64_t b, bool accumulate, bool bf16);
-void start_register_product(float* sums, int tiles, const unsigned (&a)[4], uint64_t b, bool accumulate, bool bf16, int line);
+void start_register_product(float* sums, int tiles, const unsigned (&a)[4], uint64_t b, bool accumulate, bool bf16, bool turned, int line);
 void commit_products(int line);
 void wait_for_products(int groups, int line);
 void init_barrier(const void* barrier);
 void add_bulk_copy(float* to, const float* from, int bytes, const void* barrier);
 void start_bulk_copy(float* to, const float* from, int bytes, const void* barrier);
 void wait_for_bulk_copy(const void* barrier, int parity, int line);
-void fence_async_proxy();
+void fence_async_proxy(bool global);
 unsigned shared_offset(const void* address);
 [[noreturn]] void trap(int line);
 
@@ -213,16 +213,23 @@ template <int TILES> __forceinline__ void wgmma_bf16(float (&sums)[TILES][4], ui
     ::emulator::start_product(&sums[0][0], TILES, a, b, accumulate, true);
 }
 template <int TILES> __forceinline__ void wgmma_fp16(float (&sums)[TILES][4], const unsigned (&a)[4], uint64_t b, bool accumulate, int line = __builtin_LINE()) {
-    ::emulator::start_register_product(&sums[0][0], TILES, a, b, accumulate, false, line);
+    ::emulator::start_register_product(&sums[0][0], TILES, a, b, accumulate, false, false, line);
 }
 template <int TILES> __forceinline__ void wgmma_bf16(float (&sums)[TILES][4], const unsigned (&a)[4], uint64_t b, bool accumulate, int line = __builtin_LINE()) {
-    ::emulator::start_register_product(&sums[0][0], TILES, a, b, accumulate, true, line);
+    ::emulator::start_register_product(&sums[0][0], TILES, a, b, accumulate, true, false, line);
+}
+template <int TILES> __forceinline__ void wgmma_fp16_turned(float (&sums)[TILES][4], const unsigned (&a)[4], uint64_t b, bool accumulate, int line = __builtin_LINE()) {
+    ::emulator::start_register_product(&sums[0][0], TILES, a, b, accumulate, false, true, line);
+}
+template <int TILES> __forceinline__ void wgmma_bf16_turned(float (&sums)[TILES][4], const unsigned (&a)[4], uint64_t b, bool accumulate, int line = __builtin_LINE()) {
+    ::emulator::start_register_product(&sums[0][0], TILES, a, b, accumulate, true, true, line);
 }
 inline void wgmma_fence(int line = __builtin_LINE()) { ::emulator::fence_registers(line); }
 inline void wgmma_commit(int line = __builtin_LINE()) { ::emulator::commit_products(line); }
 template <int GROUPS> void wgmma_wait(int line = __builtin_LINE()) { ::emulator::wait_for_products(GROUPS, line); }
 template <int TILES> void keep_in_registers(float (&)[TILES][4]) {}
-inline void fence_async_proxy() { ::emulator::fence_async_proxy(); }
+inline void fence_async_proxy() { ::emulator::fence_async_proxy(false); }
+inline void fence_async_proxy_global() { ::emulator::fence_async_proxy(true); }
 inline void init_barrier(float* barrier) { ::emulator::init_barrier(barrier); }
 inline void publish_barriers() {}
 __forceinline__ void add_bulk_copy(float* to, const float* from, int bytes, float* barrier) { ::emulator::add_bulk_copy(to, from, bytes, barrier); }

@@ -34,7 +34,7 @@ struct Word {
     std::uint16_t write_fence;  // fences of the writer before it wrote, or async: written by the asynchronous units
 };
 constexpr std::uint16_t async = 0xffff;
-std::uint16_t fences[max_threads];  // that each thread has called
+std::uint16_t fences[2][max_threads];  // that each thread has called, of shared and of global memory
 
 struct Region {
     std::size_t bytes, unit;  // unit: bytes of a word
@@ -80,8 +80,8 @@ template <bool write, bool global, bool by_async = false> inline void touch(Word
     }
     if (word.write_epoch == now.epoch && concurrent(word.write_thread, word.write_clock))
         race(pc, access, "another thread wrote, with no barrier between", word.write_thread, word.write_pc);
-    if (by_async && !write && !global && word.write_fence != async && word.write_fence == fences[word.write_thread])
-        race(pc, access, "a thread wrote without fence_async_proxy() since", word.write_thread, word.write_pc);
+    if (by_async && !write && (!global || word.write_epoch >= now.block_epoch) && word.write_fence != async && word.write_fence == fences[global][word.write_thread])
+        race(pc, access, global ? "a thread wrote without fence_async_proxy_global() since" : "a thread wrote without fence_async_proxy() since", word.write_thread, word.write_pc);
     if (global && other_block(word.write_epoch)) conflict(pc, access, "another block of the launch wrote", word.write_epoch, word.write_pc);
     const std::uint32_t self = 1u << here.thread % lanes, clock = lane_clock[here.thread];
     if (write) {
@@ -98,7 +98,7 @@ template <bool write, bool global, bool by_async = false> inline void touch(Word
         }
         if (global && other_block(word.first_read)) conflict(pc, access, "another block of the launch read", word.first_read, 0);
         word.write_epoch = now.epoch, word.write_clock = clock, word.write_pc = short_pc(pc), word.write_thread = std::uint16_t(here.thread);
-        word.write_fence = by_async ? async : fences[here.thread];
+        word.write_fence = by_async ? async : fences[global][here.thread];
         word.read_epoch = 0;
         return;
     }
@@ -135,7 +135,7 @@ template <bool write, bool global, bool by_async = false> inline void touch(Word
     report("out_of_bounds", pc, &access, in_stacks(reinterpret_cast<void*>(address)) ? "is another thread's local memory" : "is out of bounds");
 }
 
-template <bool write> inline void touch_global(Address address, int bytes, const void* pc) {
+template <bool write, bool by_async> inline void touch_global(Address address, int bytes, const void* pc) {
     const std::size_t position = address - reinterpret_cast<Address>(arena);
     const int index = position < arena_bytes ? region_of_page[position / page] : nowhere;
     if (index < 0) {
@@ -155,7 +155,7 @@ template <bool write> inline void touch_global(Address address, int bytes, const
     if (here.kernel->dependent_launch && !waited[here.thread] && (!now.previous_kernel || now.previous_kernel == now.epoch))
         report("previous_kernel", pc, &access, "may still be in use by the previous kernel: wait_for_previous_kernel() was not called before");
     for (std::size_t word = offset / region.unit; word <= (offset + std::size_t(bytes) - 1) / region.unit; ++word)
-        touch<write, true>(region.shadow[word], pc, access);
+        touch<write, true, by_async>(region.shadow[word], pc, access);
 }
 
 template <bool write, bool by_async = false, bool counted = !by_async> inline void check(const void* pointer, std::size_t bytes, const void* pc) {
@@ -169,12 +169,12 @@ template <bool write, bool by_async = false, bool counted = !by_async> inline vo
         return;
     }
     if (address - reinterpret_cast<Address>(own_stack()) < stack_bytes - page) return;
-    touch_global<write>(address, int(bytes), pc);
+    touch_global<write, by_async>(address, int(bytes), pc);
 }
 
 }  // namespace
 
-void fence_async_proxy() { fences[here.thread] = std::uint16_t((fences[here.thread] + 1) % async); }
+void fence_async_proxy(bool global) { fences[global][here.thread] = std::uint16_t((fences[global][here.thread] + 1) % async); }
 
 void read_by_async_proxy(const void* address, int bytes, const void* pc) { check<false, true>(address, std::size_t(bytes), pc); }
 void order_async_writes(const void* address, int bytes) {

@@ -24,7 +24,7 @@ struct Product {
     std::uint64_t a, b;
     const unsigned* registers;  // operand A of this thread, or null when it is in shared memory
     std::array<std::array<unsigned, 4>, 4> words;  // of operand A in registers: those of the four lanes that have the thread's rows
-    bool accumulate, bf16;
+    bool accumulate, bf16, turned;  // turned: a row of operand B is an index of the sum
     int group;
     const void* pc;
 };
@@ -101,6 +101,22 @@ void fetch(const Matrix& matrix, int row, bool bf16, bool check, const void* pc,
     }
 }
 
+// Column `column` of a turned operand B: MN-major, of which one atom holds all columns.
+std::size_t turned_chunk(const Matrix& matrix, int column, int k, const void* pc) {
+    if (std::size_t(column) * 2 >= matrix.row_bytes) refuse("multiplies a turned matrix of more columns than its rows have", pc);
+    return matrix.chunk(k, column / 8);
+}
+
+void fetch_turned(const Matrix& matrix, int column, bool bf16, bool check, const void* pc, float (&values)[16]) {
+    for (int k = 0; k < 16; ++k) {
+        const std::size_t at = turned_chunk(matrix, column, k, pc) + std::size_t(column % 8) * 2;
+        if (check || at + 2 > here.kernel->shared_bytes) read_by_async_proxy(reinterpret_cast<const char*>(shared) + at, 2, pc);
+        std::uint16_t word;
+        std::memcpy(&word, reinterpret_cast<const char*>(shared) + at, 2);
+        values[k] = value_of(word, bf16);
+    }
+}
+
 int lane() { return here.thread % lanes; }
 int own_row() { return here.thread / lanes % 4 * 16 + lane() / 4; }  // of 64, and the eighth after it
 bool checks(int tile) { return tile % 8 == lane() / 4; }             // the lanes divide the checks of operand B
@@ -125,7 +141,10 @@ void touch(const Product& p) {
     }
     for (int j = 0; j < p.tiles; ++j)
         for (int c = 0; c < 2; ++c)
-            if (checks(j)) read(b, 8 * j + 2 * (lane() % 4) + c);
+            if (checks(j) && !p.turned) read(b, 8 * j + 2 * (lane() % 4) + c);
+    if (p.turned)
+        for (int k = lane() / 4; k < 16; k += 8)
+            for (int j = 0; j < p.tiles; ++j) read_by_async_proxy(reinterpret_cast<const char*>(shared) + turned_chunk(b, 8 * j, k, p.pc), 16, p.pc);
 }
 
 // The thread's part of a product of 64 rows, 8 * tiles columns and 16 indices: the accumulators of wgmma.m64nNk16 are those of
@@ -144,7 +163,7 @@ void multiply(const Product& p, float* sums) {
     }
     for (int j = 0; j < p.tiles; ++j)
         for (int c = 0; c < 2; ++c) {
-            fetch(b, 8 * j + 2 * (lane() % 4) + c, p.bf16, checks(j), p.pc, column);
+            (p.turned ? fetch_turned : fetch)(b, 8 * j + 2 * (lane() % 4) + c, p.bf16, checks(j), p.pc, column);
             float& first = sums[4 * j + c];
             float& second = sums[4 * j + 2 + c];
             if (!p.accumulate) first = second = 0.0f;
@@ -204,15 +223,15 @@ void start(const Product& product) {
 }  // namespace
 
 void start_product(float* sums, int tiles, std::uint64_t a, std::uint64_t b, bool accumulate, bool bf16) {
-    start({sums, tiles, a, b, nullptr, {}, accumulate, bf16, products[here.thread].group, __builtin_return_address(0)});
+    start({sums, tiles, a, b, nullptr, {}, accumulate, bf16, false, products[here.thread].group, __builtin_return_address(0)});
 }
 
 // Operand A is taken from the registers now, which may not change until the product is done.
-void start_register_product(float* sums, int tiles, const unsigned (&a)[4], std::uint64_t b, bool accumulate, bool bf16, int line) {
+void start_register_product(float* sums, int tiles, const unsigned (&a)[4], std::uint64_t b, bool accumulate, bool bf16, bool turned, int line) {
     static std::array<unsigned, 4> all[max_threads];
     std::memcpy(all[here.thread].data(), a, sizeof a);
     meet("wgmma", ~0u, line, [](Warp&) {});
-    Product product{sums, tiles, 0, b, a, {}, accumulate, bf16, products[here.thread].group, __builtin_return_address(0)};
+    Product product{sums, tiles, 0, b, a, {}, accumulate, bf16, turned, products[here.thread].group, __builtin_return_address(0)};
     for (int t = 0; t < 4; ++t) product.words[std::size_t(t)] = all[(here.thread & ~3) + t];
     start(product);
     meet("wgmma", ~0u, line, [](Warp&) {});  // the lanes of a row have them
