@@ -571,7 +571,7 @@ def test_comparison_on_the_gpu(tmp_path):
     assert gpu is not None
     module_for(tmp_path, BY_NAME["seed fp32"].spec(), arch=gpu.target.arch)
     plan = Plan(select(["seed"], ["fp32"]), tmp_path, budget=400.0, build=150.0)
-    report, _ = command.measure(plan, gpu, tmp_path / "report.json", 0, False, True, print)
+    report = command.measure(plan, gpu, tmp_path / "report.json", 0, False, True, print)
     c = report.ceilings
     assert 0.1 < c.copy_tbs < 20 and 1 < c.fp32_tflops <= c.tf32_tflops < c.bf16_tflops and 0.3 < c.kernel_us < 20
     (result,) = report.results
