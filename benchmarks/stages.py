@@ -1,22 +1,26 @@
-"""Where the time of a `sequence` kernel goes: the clock of the multiprocessor at each stage's end.
+"""Where the time of a `sequence` or `resident` kernel goes: the clock of the multiprocessor at each stage's end.
 
-    python -m benchmarks.stages [--dim 64 ...] [--set NAME=VALUE]
+    python -m benchmarks.stages [--dim 64 ...] [--set NAME=VALUE] [--set family=resident]
 
-The rendered source is compiled a second time with a stamp (clock64, one lane a warp) behind the kernel's start, on both sides of
-each block-wide barrier, and before its end; the table has cycles since the block's first stamp, averaged over warps and blocks.
+The rendered source is compiled a second time with stamps (clock64, one lane a warp): in `sequence` behind the kernel's start, on both
+sides of each block-wide barrier, and before its end, in `resident` behind each stage of each head. The table has cycles, averaged over
+warps and the first blocks, as many as are there at once.
 """
 
 from __future__ import annotations
 
-import ctypes
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from codegen.families import plan_of
 from codegen.render import Source, render
-from codegen.sequence import SequenceConfig, SequencePlan
+from codegen.resident import ResidentPlan
+from codegen.sequence import SequencePlan
 from codegen.spec import BlockSpec, SpecError
 from codegen.target import Target
 from tuner.compile import compile_source
@@ -27,9 +31,31 @@ STAMPS = {
     "shared": ("start", "load + LayerNorm", "barrier", "QKV product", "barrier", "attention", "barrier", "output product"),
     "registers": ("start", "load + LayerNorm", "barrier", "QKV product + attention", "barrier", "output product"),
 }
-"""Where a kernel is stamped, by what becomes of keys and values; of several rounds the last one's stamps remain."""
-MOST_BLOCKS, MOST_WARPS, MOST_STAMPS = 4096, 32, max(map(len, STAMPS.values()))
-_HEAD = f"""__device__ long long stamps[{MOST_BLOCKS}][{MOST_WARPS}][{MOST_STAMPS}];
+"""Where a kernel of `sequence` is stamped, by what becomes of keys and values; of several rounds the last one's stamps remain."""
+RESIDENT = (
+    (r"(const int lane = threadIdx\.x % 32, tile = threadIdx\.x / 32 \* ROWS, first_tile)", r"int event = 0;\n    stamp(event++);\n    \1"),
+    (r"(fence_async_proxy\(\);\n    )(__syncthreads\(\);  // operand A and[^\n]*\n)", r"\1stamp(event++);\n    \2    stamp(event++);\n"),
+    (r"(if \(!C::OVERLAP \|\| head == 0\) multiply_all<Qkv>\([^;]*;)", r"\1 stamp(event++);"),
+    (r"(__syncthreads\(\);  // keys and values are there for all\n)", r"stamp(event++);\n        \1        stamp(event++);\n"),
+    (r"(keep_result\(softmax\[each\][^;]*;)", r"stamp(event++);\n          \1 stamp(event++);"),
+    (r"(    fill\(held[^;]*;\n(?:[^\n]*\n){2})(    __syncthreads\(\);\n)", r"\1    stamp(event++);\n\2    stamp(event++);\n"),
+    (r"(multiply_all<Out>\([^;]*;)(\n *finish\([^;]*;)", r"stamp(event++);\n      \1\2 stamp(event++);"),
+    (r"(tiles\[row\]\.after\([^;]*;)", r"\1\n      stamp(event++);"),
+)  # fmt: skip
+"""(what stands once in `Resident`, the same with stamps), in the order of `resident_names`."""
+MOST_BLOCKS, MOST_WARPS = 1024, 32
+
+
+def resident_names(plan: ResidentPlan) -> tuple[str, ...]:
+    """What ends at each stamp of a warp."""
+    group = plan.config.head_group
+    heads = ("QKV product", "q, k and v handed on", "barrier", *("attention", "its result") * group) * (plan.problem.block.heads // group)
+    tiles = ("residual and bias", "output product", "stores") * plan.out.column_tiles
+    return ("start", "load + norm", "barrier", *heads, "end of the result", "barrier", *tiles)
+
+
+def _head(stamps: int) -> str:
+    return f"""__device__ long long stamps[{MOST_BLOCKS}][{MOST_WARPS}][{stamps}];
 __device__ __forceinline__ void stamp(int stage) {{
   if (threadIdx.x % 32 == 0 && blockIdx.x < {MOST_BLOCKS}) stamps[blockIdx.x][threadIdx.x / 32][stage] = clock64();
 }}
@@ -37,7 +63,7 @@ __device__ __forceinline__ void stamp(int stage) {{
 
 
 def stamped(source: Source, stamps: int) -> Source:
-    """The source of one kernel with stamps at its stages' ends; SpecError when these are not as many as expected."""
+    """The source of one kernel of `sequence` with stamps at its stages' ends; SpecError when these are not as many as expected."""
     start = source.text.index('extern "C" __global__')
     lines, stage = [], 0
     for line in source.text[start:].splitlines():
@@ -52,11 +78,23 @@ def stamped(source: Source, stamps: int) -> Source:
             stage += 1
     if stage != stamps - 1:
         raise SpecError("the kernel has not the stages this knows: only the sequence family is stamped")
-    return replace(source, text=source.text[:start] + _HEAD + "\n".join(lines) + "\n")
+    return replace(source, text=source.text[:start] + _head(stamps) + "\n".join(lines) + "\n")
 
 
-def cycles(source: Source, warps: int, stamps: int, to: Target) -> list[float]:
-    """Cycles since a block's first stamp at each stamp, averaged over blocks and warps, in a warm launch on this process's GPU."""
+def stamped_resident(source: Source, stamps: int) -> Source:
+    """The source of a `resident` kernel with stamps; SpecError when a stage is not found."""
+    start = source.text.index("// A whole axis in one kernel, by warpgroups.")
+    text = source.text[start:]
+    for pattern, stamped_text in RESIDENT:
+        text, found = re.subn(pattern, stamped_text, text)
+        if found != 1:
+            raise SpecError(f"the kernel has not the stages this knows: {found} places are like {pattern}")
+    return replace(source, text=source.text[:start] + _head(stamps) + text)
+
+
+def cycles(source: Source, warps: int, stamps: int, to: Target, blocks: int) -> list[float]:
+    """Cycles since a block's first stamp at each stamp, averaged over the first `blocks` blocks and their warps, in a warm launch on this
+    process's GPU."""
     import torch
     from cuda.bindings import driver
 
@@ -74,11 +112,19 @@ def cycles(source: Source, warps: int, stamps: int, to: Target) -> list[float]:
     torch.cuda.synchronize()
     status, pointer, size = driver.cuModuleGetGlobal(loaded._module, b"stamps")
     assert status == driver.CUresult.CUDA_SUCCESS, status
-    host = (ctypes.c_longlong * (size // 8))()
-    driver.cuMemcpyDtoH(ctypes.addressof(host), pointer, size)
-    blocks = min(MOST_BLOCKS, source.kernels[0].blocks(spec, spec.batch))
-    table = torch.tensor(list(host), dtype=torch.float64).view(MOST_BLOCKS, MOST_WARPS, -1)[:blocks, :warps, :stamps]
+    host = torch.empty(size // 8, dtype=torch.int64)
+    driver.cuMemcpyDtoH(host.data_ptr(), pointer, size)
+    blocks = min(MOST_BLOCKS, blocks, source.kernels[-1].blocks(spec, spec.batch))
+    table = host.view(MOST_BLOCKS, MOST_WARPS, -1)[:blocks, :warps, :stamps].double()
     return (table - table[:, :, :1].amin(1, keepdim=True)).mean((0, 1)).tolist()
+
+
+def summary(names: Sequence[str], values: Sequence[float]) -> list[tuple[str, int, float]]:
+    """(stage, how often a warp comes by, cycles of one time on average), in the order of their first time."""
+    spent: dict[str, list[float]] = {}
+    for name, before, value in zip(names, (0.0, *values), values, strict=False):
+        spent.setdefault(name, []).append(value - before)
+    return [(name, len(each), sum(each) / len(each)) for name, each in spent.items()]
 
 
 def main(
@@ -97,16 +143,24 @@ def main(
         raise SystemExit("a GPU is needed")
     try:
         spec = BlockSpec(dim, heads, height, width, batch, dtype, axes=(axis,))
-        config = configs_of(spec, gpu.target, ["family=sequence", *(setting or ())])[axis]
-        assert isinstance(config, SequenceConfig)
-        plan = SequencePlan(spec.problem(axis), config)
+        family = [] if any(text.startswith("family=") for text in setting or ()) else ["family=sequence"]
+        config = configs_of(spec, gpu.target, [*family, *(setting or ())])[axis]
+        source, plan = render(spec, {axis: config}), plan_of(spec.problem(axis), config)
+        if isinstance(plan, SequencePlan):
+            names, warps = STAMPS["shared" if plan.keys_shared else "registers"], plan.warps
+            source = stamped(source, len(names))
+        elif isinstance(plan, ResidentPlan):
+            names, warps = resident_names(plan), plan.warps
+            source = stamped_resident(source, len(names))
+        else:
+            raise SpecError("kernels of the families sequence and resident are stamped: --set family=resident")
     except SpecError as error:
         raise SystemExit(f"error: {error}") from None
-    before, names = 0.0, STAMPS["shared" if plan.keys_shared else "registers"]
-    source = stamped(render(spec, {axis: config}), len(names))
-    for name, value in zip(names, cycles(source, plan.warps, len(names), gpu.target), strict=True):
-        Console().print(f"{name:18} {value:8.0f}  +{value - before:.0f}")
-        before = value
+    at_once = gpu.target.sms * getattr(config, "blocks", 8)
+    values = cycles(source, warps, len(names), gpu.target, at_once)
+    for name, times, each in summary(names, values):
+        Console().print(f"{name:24} {times:4} x {each:8.0f}")
+    Console().print(f"{'all':24} {values[-1]:15.0f}")
 
 
 if __name__ == "__main__":
