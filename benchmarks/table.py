@@ -12,6 +12,8 @@ from codegen.spec import SpecError
 
 COMPARISON, FLOORS = "comparison", "floors"
 """Names of the delimited places of a document: between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
+_ADVICE = " Search for `cuda"
+"""With which PyTorch goes on behind what a CUDA error was."""
 
 
 def comparison(report: Report) -> str:
@@ -23,7 +25,7 @@ def comparison(report: Report) -> str:
         lines += ["This run was not completed.", ""]
     lines += [_mean(report, dtype) for dtype in SHORT if any(result.case.dtype == dtype for result in report.results)]
     lines += ["", _ceilings(report.ceilings), "", *_ratios(report.results), "", *_forms(report.results)]
-    if missing := [f"- {result.case.name}: {note}" for result in report.results for note in result.notes]:
+    if missing := [f"- {result.case.name}: {note.partition(_ADVICE)[0]}" for result in report.results for note in result.notes]:
         lines += ["", "Notes:", "", *missing]
     return "\n".join(lines) + "\n"
 

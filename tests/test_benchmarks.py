@@ -205,6 +205,8 @@ def test_comparison_table():
     tables = [line for line in lines if line.startswith("|")]
     assert {line.count("|") for line in tables} == {13, 8}
     assert "This run was not completed." in comparison(blank(slow)) and "- fp32: no module was measured" in comparison(blank(slow))
+    advised = replace(slow, notes=("Triton: an illegal address Search for `cudaErrorIllegalAddress' in https://docs", "another"))
+    assert comparison(blank(advised)).splitlines()[-2:] == ["- msa fp32: Triton: an illegal address", "- msa fp32: another"]
 
 
 def test_tables_replace_their_place_in_a_document_and_nothing_else(tmp_path):
