@@ -4,11 +4,12 @@
 
 The rendered source is compiled a second time with stamps (clock64, one lane a warp): in `sequence` behind the kernel's start, on both
 sides of each block-wide barrier, and before its end, in `resident` behind each stage of each head. The table has cycles, averaged over
-warps and the first blocks, as many as are there at once.
+warps and the first blocks, as many as the GPU holds at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from codegen.target import Target
 from tuner.compile import compile_source
 from tuner.gpu import visible_gpu
 from tuner.session import configs_of
+from tuner.work import blocks_per_sm
 
 STAMPS = {
     "shared": ("start", "load + LayerNorm", "barrier", "QKV product", "barrier", "attention", "barrier", "output product"),
@@ -49,9 +51,10 @@ MOST_BLOCKS, MOST_WARPS = 1024, 32
 def resident_names(plan: ResidentPlan) -> tuple[str, ...]:
     """What ends at each stamp of a warp."""
     group = plan.config.head_group
-    heads = ("QKV product", "q, k and v handed on", "barrier", *("attention", "its result") * group) * (plan.problem.block.heads // group)
+    each = ("QKV product", "q, k and v handed on", "barrier: keys", *("attention", "its result") * group)
     tiles = ("residual and bias", "output product", "stores") * plan.out.column_tiles
-    return ("start", "load + norm", "barrier", *heads, "end of the result", "barrier", *tiles)
+    heads = each * (plan.problem.block.heads // group)
+    return ("start", "load + norm", "barrier: tokens", *heads, "end of the result", "barrier: result", *tiles)
 
 
 def _head(stamps: int) -> str:
@@ -92,9 +95,9 @@ def stamped_resident(source: Source, stamps: int) -> Source:
     return replace(source, text=source.text[:start] + _head(stamps) + text)
 
 
-def cycles(source: Source, warps: int, stamps: int, to: Target, blocks: int) -> list[float]:
-    """Cycles since a block's first stamp at each stamp, averaged over the first `blocks` blocks and their warps, in a warm launch on this
-    process's GPU."""
+def cycles(source: Source, kernel: str, plan: SequencePlan | ResidentPlan, to: Target) -> list[float]:
+    """Cycles since a block's first stamp at each stamp of the stamped `kernel`, averaged over the blocks that are there at once and their
+    warps, in a warm launch on this process's GPU."""
     import torch
     from cuda.bindings import driver
 
@@ -105,7 +108,8 @@ def cycles(source: Source, warps: int, stamps: int, to: Target, blocks: int) -> 
     spec = source.spec
     generator = torch.Generator(device="cuda").manual_seed(0)
     x, weights = random_input(spec, generator), random_weights(spec, generator) | random_terms(spec, generator)
-    loaded = Loaded(source, compile_source(source, to).cubin)
+    compiled = compile_source(source, to)
+    loaded = Loaded(source, compiled.cubin)
     forward = loaded.bind(x, weights, torch.empty_like(x))
     for _ in range(20):
         forward()
@@ -114,15 +118,16 @@ def cycles(source: Source, warps: int, stamps: int, to: Target, blocks: int) -> 
     assert status == driver.CUresult.CUDA_SUCCESS, status
     host = torch.empty(size // 8, dtype=torch.int64)
     driver.cuMemcpyDtoH(host.data_ptr(), pointer, size)
-    blocks = min(MOST_BLOCKS, blocks, source.kernels[-1].blocks(spec, spec.batch))
-    table = host.view(MOST_BLOCKS, MOST_WARPS, -1)[:blocks, :warps, :stamps].double()
+    (launched,) = (each.blocks(spec, spec.batch) for each in source.kernels if each.name == kernel)
+    at_once = to.sms * blocks_per_sm(plan, compiled.resources[kernel].registers, to)
+    table = host.view(MOST_BLOCKS, MOST_WARPS, -1)[: min(MOST_BLOCKS, at_once, launched), : plan.warps].double()
     return (table - table[:, :, :1].amin(1, keepdim=True)).mean((0, 1)).tolist()
 
 
 def summary(names: Sequence[str], values: Sequence[float]) -> list[tuple[str, int, float]]:
     """(stage, how often a warp comes by, cycles of one time on average), in the order of their first time."""
     spent: dict[str, list[float]] = {}
-    for name, before, value in zip(names, (0.0, *values), values, strict=False):
+    for name, (before, value) in zip(names, itertools.pairwise((0.0, *values)), strict=True):
         spent.setdefault(name, []).append(value - before)
     return [(name, len(each), sum(each) / len(each)) for name, each in spent.items()]
 
@@ -147,17 +152,16 @@ def main(
         config = configs_of(spec, gpu.target, [*family, *(setting or ())])[axis]
         source, plan = render(spec, {axis: config}), plan_of(spec.problem(axis), config)
         if isinstance(plan, SequencePlan):
-            names, warps = STAMPS["shared" if plan.keys_shared else "registers"], plan.warps
+            kernel, names = f"axial_{axis}", STAMPS["shared" if plan.keys_shared else "registers"]
             source = stamped(source, len(names))
         elif isinstance(plan, ResidentPlan):
-            names, warps = resident_names(plan), plan.warps
+            kernel, names = f"axial_{axis}_block", resident_names(plan)
             source = stamped_resident(source, len(names))
         else:
             raise SpecError("kernels of the families sequence and resident are stamped: --set family=resident")
     except SpecError as error:
         raise SystemExit(f"error: {error}") from None
-    at_once = gpu.target.sms * getattr(config, "blocks", 8)
-    values = cycles(source, warps, len(names), gpu.target, at_once)
+    values = cycles(source, kernel, plan, gpu.target)
     for name, times, each in summary(names, values):
         Console().print(f"{name:24} {times:4} x {each:8.0f}")
     Console().print(f"{'all':24} {values[-1]:15.0f}")

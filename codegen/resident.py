@@ -2,9 +2,9 @@
 
 A block normalises the tokens of one or a few sequences and keeps them as operand A of Hopper's matrix unit. Then it goes from one group of
 heads to the next: their QKV product, whose queries stay in registers and whose keys and values lie in shared memory, and their attention.
-q, k and v never reach global memory. The attention's result does, as fragments that the same lanes read back when all heads are done and
-the tokens' place is free: as operand A of the output product. The weights of both products are packed before
-(codegen/warpgroup_product.py) and stream through one ring of buffers.
+q, k and v never reach global memory. The attention's result does where shared memory has no room for it beside the tokens: as operand A of
+the output product, which bulk copies bring to the tokens' place once nothing reads these any more. The weights of both products are
+packed before (codegen/warpgroup_product.py) and stream through one ring of buffers.
 
 Tokens beyond a sequence's end are zeros; a row tile is 16 tokens of one sequence, as in the `staged` family, whose stages this one
 composes anew (templates/stages/resident.cuh).
@@ -169,7 +169,8 @@ class ResidentPlan(StreamedPlan):
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
-        """(name, elements of the block's type for one image): the attention's result, of each block as operand A of the output product."""
+        """(name, elements of the block's type for one image): the attention's result, of each block as operand A of the output product.
+        An image's last block may be partly filled, so that a batch has enough for its own."""
         blocks, words = ceil_div(self.problem.lines, self.config.sequences), self.out.buffers
         return (("attended", blocks * words * 4 // self.problem.block.itemsize),) if self.config.result == "scratch" else ()
 

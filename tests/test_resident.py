@@ -60,6 +60,11 @@ SHAPES: dict[str, tuple[BlockSpec, dict[str, int | str | bool]]] = {
         dict(sum_tile=32, stages=4, sequences=1, overlap=False),
     ),
     "narrow steps": (BlockSpec(72, 2, 2, 64, 1, "float16", ("row",)), dict(sum_tile=32, stages=6, sequences=1)),
+    "narrow steps, of which the first heads' result is several": (RAGGED, dict(sum_tile=32, stages=5)),
+    "both parts of several heads in scratch, two rows": (
+        BlockSpec(40, 5, 2, 64, 1, "float32", ("row",), head_dim=16),
+        dict(rows=2, sequences=2, key_tile=32),
+    ),
     "an odd number of fragments in shared memory": (BlockSpec(48, 3, 3, 48, 1, "bfloat16", ("row",)), dict(result="shared")),
     "both parts in shared memory": (BlockSpec(64, 2, 3, 48, 1, "float32", ("row",)), dict(result="shared", overlap=False, sum_tile=32)),
     "attention by wgmma": (WHOLE, dict(**BY_WGMMA, result="shared", polynomial=1)),
@@ -113,13 +118,13 @@ MUTANTS = {
     "no fence behind the attention's result": (r"if \(C::SCRATCH\) fence_async_proxy_global\(\);\n *else ", ""),
     "no barrier behind the attention's result": (r"(else fence_async_proxy\(\);)\n *__syncthreads\(\);\n", r"\1\n"),
     "no fence behind the first heads' result": (r"if \(early\) fence_async_proxy_global\(\);", ""),
-    "the first heads' result is copied over tokens that are multiplied": (r"(early = .*head) == C::HEADS - GROUP;", r"\1 == 0;"),
     "the first heads' result is not waited for": (r"(LATE > 0 && turn \+ next == 0\)) wait_for_bulk_copy\([^;]*;", r"\1 ;"),
     "the last heads' result is not waited for": (r"(next == LATE\)) wait_for_bulk_copy\([^;]*;", r"\1 ;"),
-    "the last heads' result is taken from the first ones' place": (
-        r"(copy_result)<EARLY_TILES, (Out::SUM / 64)>",
-        r"\1<0, \2 - EARLY_TILES>",
-    ),
+    "the last heads' result is taken from the first ones' place": (r"result \+ at, ", "result + at - FIRST * Second::A_TILE, "),
+    "the last heads' result is waited for a tile too late": (r"LATE = EARLY_TILES", "LATE = (EARLY_TILES + 1)"),
+    "all blocks have the first one's scratch": (r"blockIdx\.x\) \* RESULT", "blockIdx.x) * 0"),
+    "the output's weights have another order of the sum": (r"k = k / 16 \* 16 \+ k % 16 / 4 \* 2 \+ k % 4 / 2 \* 8 \+ k % 2;", ""),
+    "the ring has no end": (r"if \(\+\+filling == STAGES\) filling = 0;", "++filling;"),
     "no zeros behind the attention's result": (r"fill\(held, result[^;]*;", ""),
     "the output's bias does not come to shared memory": (r"store\(shared \+ C::BIAS \+ at, [^;]*;", ";"),
     "no barrier before a buffer is filled again": (r"__syncthreads\(\);  // the step before", "//"),
@@ -141,6 +146,10 @@ MUTANTS = {
     "sequences past the last one": (r"min\(row_tiles - first_tile, BLOCK_TILES\)", "BLOCK_TILES"),
     "sums of the output do not begin with the bias": (r"acc\[j \+ i / 4\]\[i % 4\] = bias\[[^]]*\]", "acc[j + i / 4][i % 4] = 0.0f"),
     "a row tile too few": (r"(end = min\(row_tiles - first_tile, BLOCK_TILES\))", r"\1 - 1"),
+}
+OF_TWO_PARTS = {  # float32, whose operands have rests
+    "the rests of the first heads' result are not copied": (r"add_bulk_copy\(shared \+ at,[^;]*;", ";"),
+    "rests of the result in the place of the result": (r"store_global\(a \+ which \* A_OPERAND \+ page", "store_global(a + page"),
 }
 OF_WGMMA_ATTENTION = {
     "no fence behind keys and values": (r"if constexpr \(S::BY_WARPGROUPS\) fence_async_proxy\(\);", ""),
@@ -185,6 +194,43 @@ def caught(source: Source, pattern: str, replacement: str, cache: Path) -> bool:
 @pytest.mark.parametrize("fault", MUTANTS)
 def test_a_planted_fault_is_caught(fault: str, cache: Path) -> None:
     assert caught(rendered(), *MUTANTS[fault], cache), fault
+
+
+@pytest.mark.parametrize("fault", OF_TWO_PARTS)
+def test_a_fault_in_results_of_two_parts_is_caught(fault: str, cache: Path) -> None:
+    assert caught(rendered(dataclasses.replace(RAGGED, dtype="float32")), *OF_TWO_PARTS[fault], cache), fault
+
+
+def test_a_result_that_is_copied_over_tokens_in_use_is_caught(cache: Path) -> None:
+    """Ahead of the last heads' product, which multiplies them."""
+    source = rendered(overlap=False)
+    late = r"\n *if \(early && threadIdx\.x == 0\) copy_result<0, EARLY_TILES>\([^;]*;"
+    assert re.search(late, source.text)
+    text = re.sub(late, "", source.text)
+    copy = (
+        "if (head == C::HEADS - GROUP) {\n fence_async_proxy_global();\n __syncthreads();\n"
+        " if (threadIdx.x == 0) copy_result<0, EARLY_TILES>(shared, result, EARLY_BARRIER);\n }\n"
+    )
+    pattern = r"( *if \(!C::OVERLAP \|\| head == 0\) multiply_all<Qkv>)"
+    assert caught(dataclasses.replace(source, text=text), pattern, copy.replace("\\", "") + r"\1", cache)
+
+
+def test_scratch_that_changes_while_it_is_copied_is_caught(cache: Path) -> None:
+    source = rendered(overlap=False)
+    pattern = r"(copy_result<0, EARLY_TILES>\([^;]*;)"
+    changed = r"\1\n        __syncthreads();\n        if (early && threadIdx.x == 64) result[0] += 1.0f;"
+    text, count = re.subn(pattern, changed, source.text)
+    assert count == 1
+    with pytest.raises(EmulationError, match="changes the source of a bulk copy under way"):
+        right(dataclasses.replace(source, text=text), cache)
+
+
+def test_a_wrong_assumption_for_the_compiler_is_caught(cache: Path) -> None:
+    source = rendered()  # 72 channels in tiles of 32 columns
+    text, count = re.subn(r"if constexpr \(C::DIM % C::Out::COLUMNS == 0\) __builtin_assume", "__builtin_assume", source.text)
+    assert count == 1
+    with pytest.raises(EmulationError, match="assume what does not hold"):
+        right(dataclasses.replace(source, text=text), cache)
 
 
 @pytest.mark.parametrize("fault", OF_WGMMA_ATTENTION)
@@ -266,7 +312,8 @@ def test_starts_of_measured_cases_have_no_bank_conflicts_and_whole_swizzled_tile
             assert all(set(product.conflicts().values()) == {0} for product in plan.packed.values())
             starts = (plan.ring, plan.ring_tile, plan.qkv.b_tile, plan.out.b_tile)
             assert not any(words % 256 for words in starts), "a swizzled matrix starts on 1024 bytes"
-            assert plan.keys % 4 == plan.values % 4 == plan.barriers % 2 == 0
+            assert plan.keys % 4 == plan.values % 4 == plan.barriers % 2 == plan.bias % 4 == 0
+            assert config.attention != "wgmma" or plan.keys % 256 == plan.values % 256 == 0, "keys and values are swizzled as well"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from codegen.resident import ResidentPlan
 from codegen.sequence import SequencePlan
 from codegen.spec import AxisProblem, BlockSpec
 from codegen.target import Target
@@ -93,7 +94,7 @@ class _Stage:
     weight_bytes: float = 0.0
 
 
-def blocks_per_sm(plan: SequencePlan, registers: int, target: Target) -> int:
+def blocks_per_sm(plan: SequencePlan | ResidentPlan, registers: int, target: Target) -> int:
     """Blocks a multiprocessor holds at once (CUDA C++ Programming Guide, "Hardware Multithreading"); at least 1.
 
     Registers are granted to a warp in units of 256, shared memory comes with 1 KB a block of the system's own.

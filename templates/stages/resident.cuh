@@ -5,8 +5,8 @@
 // A whole axis in one kernel, by warpgroups. A block has SEQUENCES sequences, of which a warp has ROWS row tiles: their normalised tokens stay in
 // shared memory as operand A of the QKV product, of which a column tile is HEAD_GROUP heads. Their queries stay in their warp's registers, their
 // keys and values lie in shared memory for the warps of the sequence. A head's result goes to its place in operand A of the output product or,
-// where that is the tokens' place, to scratch in the same order: from there it is copied as soon as nothing reads the tokens any more, while attention of
-// the last heads goes on, and what these add at the end.
+// where that is the tokens' place, to scratch: from there it is copied as soon as nothing reads the tokens any more, while attention of the last heads
+// goes on; the tiles that these have a part in follow at the end.
 //
 // The weights of both products, packed by kernel 0, stream through one ring of STAGES buffers: a step is a tile of the sum of one column
 // tile. With OVERLAP the steps of the next heads are spread over the tiles of keys of these, so that the matrix unit multiplies
@@ -27,6 +27,7 @@ struct Resident {
   static constexpr int KEPT_TILES = S::BY_WARPGROUPS ? Qkv::ROW_TILES : BLOCK_TILES;  // of keys: the matrix unit's are whole blocks of 64
   static constexpr int RESULT = OPERANDS * Second::A_OPERAND;  // words of the attention's result as operand A
   static constexpr int EARLY_TILES = C::SCRATCH ? (C::HEADS - C::HEAD_GROUP) * C::PADDED_HEAD_DIM / 64 : 0;  // of it that have no part of the last heads
+  static constexpr int EARLY_BARRIER = C::BARRIERS + 2 * STAGES, LATE_BARRIER = EARLY_BARRIER + 2;  // where those have arrived, and the others
   static constexpr int FIRST_TILES = Qkv::WARP_COLUMN_TILES, SECOND_TILES = Out::WARP_COLUMN_TILES;
   static constexpr int GROUP = C::HEAD_GROUP, HEAD_WORDS = KEPT_TILES * C::ROW_TILE;  // of a head's keys, and of its values
 
@@ -123,8 +124,8 @@ struct Resident {
     for (int turn = 0; turn < Product::SUM_TILES / TOGETHER; ++turn)
 #pragma unroll
       for (int next = 0; next < TOGETHER; ++next) {
-        if (C::SCRATCH && !FIRST && LATE > 0 && turn + next == 0) wait_for_bulk_copy(ring.shared + C::BARRIERS + 2 * STAGES, 0);
-        if (C::SCRATCH && !FIRST && turn * TOGETHER + next == LATE) wait_for_bulk_copy(ring.shared + C::BARRIERS + 2 * STAGES + 2, 0);
+        if (C::SCRATCH && !FIRST && LATE > 0 && turn + next == 0) wait_for_bulk_copy(ring.shared + EARLY_BARRIER, 0);
+        if (C::SCRATCH && !FIRST && turn * TOGETHER + next == LATE) wait_for_bulk_copy(ring.shared + LATE_BARRIER, 0);
         multiply<P, false>(acc, rest, ring, ROUND ? next : ring.stage, ROUND ? round + turn : ring.round, a + turn * Product::tile_of_sum(TOGETHER) + Product::tile_of_sum(next),
                            CLEAR || turn + next > 0, FIRST && Product::SUM_TILES > 1 && turn * TOGETHER + next == Product::SUM_TILES - 1);
       }
@@ -219,10 +220,10 @@ struct Resident {
       }
   }
 
-  // One thread starts copies of the tiles of the attention's result from `first` on, which has come to scratch and is behind a fence of each thread.
+  // One thread starts the copies of tiles FIRST to END of the attention's result, which have come to scratch and are behind a fence of each thread.
   template <int FIRST, int END>
-  static __device__ __forceinline__ void copy_result(float* shared, const float* result) {
-    float* const barrier = shared + C::BARRIERS + 2 * STAGES + (END < Out::SUM / 64 ? 0 : 2);
+  static __device__ __forceinline__ void copy_result(float* shared, const float* result, int arrival) {
+    float* const barrier = shared + arrival;
 #pragma unroll
     for (int which = 0; which < OPERANDS; ++which) {
       const int at = which * Second::A_OPERAND + FIRST * Second::A_TILE, words = (END - FIRST) * Second::A_TILE;
@@ -298,7 +299,7 @@ struct Resident {
         if (early) fence_async_proxy_global();
         __syncthreads();  // keys and values are there for all
         ring.refill(ring.step);
-        if (early && threadIdx.x == 0) copy_result<0, EARLY_TILES>(shared, result);
+        if (early && threadIdx.x == 0) copy_result<0, EARLY_TILES>(shared, result, EARLY_BARRIER);
         int next = 0;  // tile of the sum of the next heads
 #pragma unroll
         for (int each = 0; each < GROUP; ++each) {
@@ -331,7 +332,7 @@ struct Resident {
     if (C::SCRATCH) fence_async_proxy_global();
     else fence_async_proxy();
     __syncthreads();
-    if (C::SCRATCH && threadIdx.x == 0) copy_result<EARLY_TILES, Out::SUM / 64>(shared, result);
+    if (C::SCRATCH && threadIdx.x == 0) copy_result<EARLY_TILES, Out::SUM / 64>(shared, result, LATE_BARRIER);
 #pragma unroll 1
     for (int turn = 0; turn < Second::COLUMN_TILES; ++turn) {
       const int column = turn * Out::COLUMNS;

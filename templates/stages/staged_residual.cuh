@@ -1,5 +1,5 @@
 {% set bias = ", const Element* __restrict__ out_bias" if spec.out_bias %}
-{% set whole = spec.itemsize == 2 %}{# of floats, the branches cost nothing #}
+{% set whole = spec.itemsize == 2 %}{# in float32 kernels are slower without the branches: docs/performance.md #}
 // TILES neighbouring column tiles of a row tile of the output product, from column `column` on{{ ", with " if spec.out_bias or spec.residual }}{{ "bias" if spec.out_bias }}{{ " and " if spec.out_bias and spec.residual }}{{ "residual" if spec.residual }}, into y.
 {% if spec.residual %}
 // An element of y is written by the thread that has read it as residual, so that x may be y. Because of that the compiler keeps loads of x

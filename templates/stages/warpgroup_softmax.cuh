@@ -26,7 +26,7 @@ struct WarpgroupSoftmax {
       }
   }
 
-  // A lane has 2 STEPS neighbouring channels of a key and of its value, because their weights are packed so: 16 bytes of them are stored at once.
+  // A lane has 2 STEPS neighbouring channels of a key and of its value, because their weights are packed so: up to 16 bytes of them are stored at once.
   static __device__ __forceinline__ void store_keys(float* keys, float* values, int tile, int lane, const float (&acc)[3 * STEPS][4]) {
     constexpr int TOGETHER = STEPS < 4 ? STEPS : 4;
 #pragma unroll

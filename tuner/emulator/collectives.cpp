@@ -171,4 +171,9 @@ void trap(int line) {
     report("trap", nullptr, nullptr, "calls __trap", &at, 1);
 }
 
+void wrong_assumption(int line) {
+    const Fact at{"line", line};
+    report("trap", nullptr, nullptr, "tells the compiler to assume what does not hold (__builtin_assume)", &at, 1);
+}
+
 }  // namespace emulator

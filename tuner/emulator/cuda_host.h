@@ -17,7 +17,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __builtin_assume(condition)
+#define __builtin_assume(condition) do { if (!(condition)) ::emulator::wrong_assumption(__LINE__); } while (0)
 #define warpSize 32
 
 struct alignas(8) float2 { float x, y; };
@@ -86,6 +86,7 @@ void wait_for_bulk_copy(const void* barrier, int parity, int line);
 void fence_async_proxy(bool global);
 unsigned shared_offset(const void* address);
 [[noreturn]] void trap(int line);
+[[noreturn]] void wrong_assumption(int line);
 
 inline int lane() { return int(thread_index().x & 31); }
 

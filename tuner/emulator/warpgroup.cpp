@@ -4,7 +4,7 @@
 // A product happens when its thread waits for it, each thread computing its own part of the result. Until then the accumulators hold
 // NaN, so that a missing wait gives a wrong result; operands are read at that time, so that a buffer that is written too early gives one
 // too, or a race. Their start counts as a read as well, so that a missing barrier before it is a race. A copy's target holds NaN until
-// someone waits for it; from then on its writes are ordered before all that follows.
+// someone waits for it; from then on its writes are ordered before all that follows. Its source may not change before that.
 #include <array>
 #include <cstring>
 #include <vector>
@@ -45,7 +45,8 @@ Products products[max_threads];
 struct Copy {
     char* to;
     const char* from;
-    int bytes;
+    std::vector<char> bytes;  // what the source had when the copy began
+    const void* pc;
 };
 
 struct Barrier {
@@ -187,8 +188,9 @@ Barrier& barrier_at(const void* at, const void* pc) {
 
 void complete(Barrier& barrier) {
     for (const Copy& copy : barrier.copies) {
-        std::memcpy(copy.to, copy.from, std::size_t(copy.bytes));
-        order_async_writes(copy.to, copy.bytes);
+        if (std::memcmp(copy.from, copy.bytes.data(), copy.bytes.size())) refuse("changes the source of a bulk copy under way", copy.pc);
+        std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+        order_async_writes(copy.to, int(copy.bytes.size()));
     }
     barrier.copies.clear();
     barrier.busy = false;
@@ -280,8 +282,9 @@ Barrier& add(float* to, const float* from, int bytes, const void* at, const void
     if (barrier.busy) complete(barrier);
     read_by_async_proxy(from, bytes, pc);
     write_by_async_proxy(to, bytes, pc);
+    const char* const source = reinterpret_cast<const char*>(from);
+    barrier.copies.push_back({reinterpret_cast<char*>(to), source, {source, source + bytes}, pc});
     for (int i = 0; i < bytes / 4; ++i) to[i] = nan();
-    barrier.copies.push_back({reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes});
     return barrier;
 }
 
