@@ -30,9 +30,11 @@ from tuner.session import configs_of
 from tuner.work import blocks_per_sm
 
 STAMPS = {
-    "shared": ("start", "load + LayerNorm", "barrier", "QKV product", "barrier", "attention", "barrier", "output product"),
-    "registers": ("start", "load + LayerNorm", "barrier", "QKV product + attention", "barrier", "output product"),
-}
+    "shared": (
+        "start", "load + LayerNorm", "barrier: tokens", "QKV product", "barrier: keys", "attention", "barrier: result", "output product",
+    ),
+    "registers": ("start", "load + LayerNorm", "barrier: tokens", "QKV product + attention", "barrier: result", "output product"),
+}  # fmt: skip
 """Where a kernel of `sequence` is stamped, by what becomes of keys and values; of several rounds the last one's stamps remain."""
 RESIDENT = (
     (r"(const int lane = threadIdx\.x % 32, tile = threadIdx\.x / 32 \* ROWS, first_tile)", r"int event = 0;\n    stamp(event++);\n    \1"),
@@ -148,8 +150,7 @@ def main(
         raise SystemExit("a GPU is needed")
     try:
         spec = BlockSpec(dim, heads, height, width, batch, dtype, axes=(axis,))
-        family = [] if any(text.startswith("family=") for text in setting or ()) else ["family=sequence"]
-        config = configs_of(spec, gpu.target, [*family, *(setting or ())])[axis]
+        config = configs_of(spec, gpu.target, ["family=sequence", *(setting or ())])[axis]
         source, plan = render(spec, {axis: config}), plan_of(spec.problem(axis), config)
         if isinstance(plan, SequencePlan):
             kernel, names = f"axial_{axis}", STAMPS["shared" if plan.keys_shared else "registers"]

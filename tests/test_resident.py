@@ -18,6 +18,7 @@ from codegen.spec import BlockSpec
 from codegen.target import target
 from emitted import PREDICTED
 from emulated import TARGET, right, source_of
+from test_mutants import edited
 from tuner.compile import compile_source
 from tuner.emulator import EmulationError
 
@@ -182,10 +183,9 @@ OF_TWO_ROWS = {  # a warp that has two row tiles, and a block that has more warp
 
 
 def caught(source: Source, pattern: str, replacement: str, cache: Path) -> bool:
-    text, count = re.subn(pattern, replacement, source.text)
-    assert count and text != source.text, f"the source no longer has {pattern!r}: write this mutant anew"
+    mutant = edited(source, pattern, replacement)
     try:
-        return not right(dataclasses.replace(source, text=text), cache)
+        return not right(mutant, cache)
     except EmulationError as error:
         assert error.report.kind != "compile", f"the mutant does not compile, so it shows nothing: {error}"
         return True
@@ -203,34 +203,29 @@ def test_a_fault_in_results_of_two_parts_is_caught(fault: str, cache: Path) -> N
 
 def test_a_result_that_is_copied_over_tokens_in_use_is_caught(cache: Path) -> None:
     """Ahead of the last heads' product, which multiplies them."""
-    source = rendered(overlap=False)
-    late = r"\n *if \(early && threadIdx\.x == 0\) copy_result<0, EARLY_TILES>\([^;]*;"
-    assert re.search(late, source.text)
-    text = re.sub(late, "", source.text)
+    source = edited(rendered(overlap=False), r"\n *if \(early && threadIdx\.x == 0\) copy_result<0, EARLY_TILES>\([^;]*;", "")
     copy = (
         "if (head == C::HEADS - GROUP) {\n fence_async_proxy_global();\n __syncthreads();\n"
         " if (threadIdx.x == 0) copy_result<0, EARLY_TILES>(shared, result, EARLY_BARRIER);\n }\n"
     )
     pattern = r"( *if \(!C::OVERLAP \|\| head == 0\) multiply_all<Qkv>)"
-    assert caught(dataclasses.replace(source, text=text), pattern, copy.replace("\\", "") + r"\1", cache)
+    assert caught(source, pattern, copy + r"\1", cache)
 
 
 def test_scratch_that_changes_while_it_is_copied_is_caught(cache: Path) -> None:
-    source = rendered(overlap=False)
-    pattern = r"(copy_result<0, EARLY_TILES>\([^;]*;)"
     changed = r"\1\n        __syncthreads();\n        if (early && threadIdx.x == 64) result[0] += 1.0f;"
-    text, count = re.subn(pattern, changed, source.text)
-    assert count == 1
+    mutant = edited(rendered(overlap=False), r"(copy_result<0, EARLY_TILES>\([^;]*;)", changed)
+    assert mutant.text.count("threadIdx.x == 64") == 1
     with pytest.raises(EmulationError, match="changes the source of a bulk copy under way"):
-        right(dataclasses.replace(source, text=text), cache)
+        right(mutant, cache)
 
 
 def test_a_wrong_assumption_for_the_compiler_is_caught(cache: Path) -> None:
-    source = rendered()  # 72 channels in tiles of 32 columns
-    text, count = re.subn(r"if constexpr \(C::DIM % C::Out::COLUMNS == 0\) __builtin_assume", "__builtin_assume", source.text)
-    assert count == 1
+    # 72 channels in tiles of 32 columns
+    mutant = edited(rendered(), r"if constexpr \(C::DIM % C::Out::COLUMNS == 0\) __builtin_assume", "__builtin_assume")
+    assert mutant.text.count("__builtin_assume") == 1
     with pytest.raises(EmulationError, match="assume what does not hold"):
-        right(dataclasses.replace(source, text=text), cache)
+        right(mutant, cache)
 
 
 @pytest.mark.parametrize("fault", OF_WGMMA_ATTENTION)
@@ -262,11 +257,10 @@ def test_a_fault_in_the_order_of_rows_is_caught(fault: str, cache: Path) -> None
 
 @pytest.mark.parametrize("result", ["scratch", "shared"])
 def test_the_emulator_says_which_fence_is_missing(result: str, cache: Path) -> None:
-    source = rendered(result=result)
     fence = {"scratch": "fence_async_proxy_global()", "shared": "fence_async_proxy()"}[result]
-    text = re.sub(r"if \(C::SCRATCH\) fence_async_proxy_global\(\);\n *else fence_async_proxy\(\);", "", source.text)
+    mutant = edited(rendered(result=result), r"if \(C::SCRATCH\) fence_async_proxy_global\(\);\n *else fence_async_proxy\(\);", "")
     with pytest.raises(EmulationError, match=f"wrote without {re.escape(fence)} since"):
-        right(dataclasses.replace(source, text=text), cache)
+        right(mutant, cache)
 
 
 def test_what_it_needs_is_said() -> None:

@@ -166,14 +166,9 @@ void wait_previous() {
     if (!now.previous_kernel) now.previous_kernel = now.epoch;
 }
 
-void trap(int line) {
+void trap(int line, const char* text) {
     const Fact at{"line", line};
-    report("trap", nullptr, nullptr, "calls __trap", &at, 1);
-}
-
-void wrong_assumption(int line) {
-    const Fact at{"line", line};
-    report("trap", nullptr, nullptr, "tells the compiler to assume what does not hold (__builtin_assume)", &at, 1);
+    report("trap", nullptr, nullptr, text, &at, 1);
 }
 
 }  // namespace emulator

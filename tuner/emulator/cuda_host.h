@@ -17,7 +17,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __builtin_assume(condition) do { if (!(condition)) ::emulator::wrong_assumption(__LINE__); } while (0)
+#define __builtin_assume(condition) do { if (!(condition)) ::emulator::trap(__LINE__, "tells the compiler to assume what does not hold (__builtin_assume)"); } while (0)
 #define warpSize 32
 
 struct alignas(8) float2 { float x, y; };
@@ -85,8 +85,7 @@ void start_bulk_copy(float* to, const float* from, int bytes, const void* barrie
 void wait_for_bulk_copy(const void* barrier, int parity, int line);
 void fence_async_proxy(bool global);
 unsigned shared_offset(const void* address);
-[[noreturn]] void trap(int line);
-[[noreturn]] void wrong_assumption(int line);
+[[noreturn]] void trap(int line, const char* text);
 
 inline int lane() { return int(thread_index().x & 31); }
 
@@ -265,4 +264,4 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
-#define __trap() (::emulator::trap(__builtin_LINE()))
+#define __trap() (::emulator::trap(__builtin_LINE(), "calls __trap"))

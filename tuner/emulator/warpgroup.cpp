@@ -140,12 +140,14 @@ void touch(const Product& p) {
         read(a, own_row());
         read(a, own_row() + 8);
     }
-    for (int j = 0; j < p.tiles; ++j)
-        for (int c = 0; c < 2; ++c)
-            if (checks(j) && !p.turned) read(b, 8 * j + 2 * (lane() % 4) + c);
-    if (p.turned)
+    if (p.turned) {
         for (int k = lane() / 4; k < 16; k += 8)
             for (int j = 0; j < p.tiles; ++j) read_by_async_proxy(reinterpret_cast<const char*>(shared) + turned_chunk(b, 8 * j, k, p.pc), 16, p.pc);
+        return;
+    }
+    for (int j = 0; j < p.tiles; ++j)
+        for (int c = 0; c < 2; ++c)
+            if (checks(j)) read(b, 8 * j + 2 * (lane() % 4) + c);
 }
 
 // The thread's part of a product of 64 rows, 8 * tiles columns and 16 indices: the accumulators of wgmma.m64nNk16 are those of
